@@ -143,6 +143,17 @@ class TaskOperations:
         return ApiRequest("GET", self._path("nodes", node), _made(Node))
 
     @Operation
+    def file(self, node: str, path: str) -> ApiRequest[FileResult]:
+        """Return a file of a node, read from its snapshot without a sandbox; a directory is a JSON list.
+
+        Args:
+            node: Name of the node.
+            path: The path from the root; empty for the root.
+        """
+        segments = [segment for segment in path.split("/") if segment] or [""]
+        return ApiRequest("GET", self._path("nodes", node, "files", *segments), _file)
+
+    @Operation
     def diff(self, a: str, b: str) -> ApiRequest[Diff]:
         """Return what changed from node a to node b: files, shell sessions and databases."""
         return ApiRequest(
@@ -195,6 +206,17 @@ class TaskOperations:
         sort = "-created_at" if newest else "created_at"
         query: dict[str, str | list[str]] = {**given(sort=sort, finished=finished), "label": label_pairs(labels or {})}
         return listed(self._path("rollouts"), _rollout, most=limit, query=query)
+
+    @Operation
+    def compare(self, *, labels: Labels | None = None, above: float | None = None) -> ApiRequest[Json]:
+        """Return where rollouts part and end alike, and what only those with a high reward did, as a JSON object.
+
+        Args:
+            labels: Only the rollouts with all of these labels; None for all.
+            above: Rewards above this are high; None for the middle of all rewards.
+        """
+        query: dict[str, str | list[str]] = {**given(above=above), "label": label_pairs(labels or {})}
+        return ApiRequest("GET", self._path("compare"), lambda reply: reply.payload, query=query)
 
     def _path(self, *segments: str) -> str:
         return path_of(*_API, "tasks", self.name, *segments)

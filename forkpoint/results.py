@@ -49,6 +49,8 @@ class CallResult:
         peak_bytes: The most memory at one time that it used; None if not known.
         read_bytes: Bytes that it read from disks; None if not known.
         written_bytes: Bytes that were written to disks meanwhile; None if not known.
+        marks: Limits that the call reached, `broken` for a sandbox that the agent has broken, and `machine` for a
+            failure that is not the agent's.
     """
 
     outcome: Outcome | None = None
@@ -61,6 +63,7 @@ class CallResult:
     peak_bytes: int | None = None
     read_bytes: int | None = None
     written_bytes: int | None = None
+    marks: tuple[str, ...] = ()
 
     @property
     def hit(self) -> bool:
@@ -228,6 +231,7 @@ class Step:
         seconds: Seconds that the tool ran when the call was recorded.
         node: The node that the call led to; None if its record was forgotten since.
         resources: What the call used of the machine when it was recorded; None if nothing is known.
+        marks: Its marks, as in `CallResult`.
     """
 
     turn: int
@@ -238,6 +242,7 @@ class Step:
     seconds: float
     node: str | None
     resources: Mapping[str, Any] | None = None
+    marks: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,6 +267,7 @@ class RolloutInfo:
         lost: Why its position is not known any more; empty for nearly all.
         steps: Its calls, if the rollout was requested by name; at most the requested page.
         next_steps: The cursor of the next page of its calls; None if there is none.
+        marks: How many of all its calls have each mark, if the rollout was requested by name.
     """
 
     id: int
@@ -281,6 +287,7 @@ class RolloutInfo:
     lost: str = ""
     steps: list[Step] = field(default_factory=list)
     next_steps: str | None = None
+    marks: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -435,7 +442,7 @@ class Report:
         rows: The groups in their order.
         arms: The same calls without a cache, with a stateless one and with this one, as JSON objects.
         truncated: Whether groups were left out.
-        calls: The calls whose executions used most CPU time, as JSON objects.
+        calls: The calls whose executions took longest, and why they ran, as JSON objects.
     """
 
     total: ReportRow
@@ -476,6 +483,7 @@ def how_answered(reply: Reply) -> dict[str, Any]:
     return {
         "outcome": _OUTCOMES.get(reply.headers.get("cache-status", "")),
         "node": reply.headers.get("x-forkpoint-node"),
+        "marks": tuple(reply.headers.get("x-forkpoint-marks", "").replace(",", " ").split()),
         **{f"{name}_s": float(timing.get(name, 0.0)) / 1000 for name in ("tool", "restore", "replay", "wait")},
         "cpu_s": float(timing["cpu"]) / 1000 if "cpu" in timing else None,
         **{member: int(amounts[name]) if name in amounts else None for member, name in names},

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ class Trajectory:
         node: The node that it is at.
         messages: Two chat messages for each call: an assistant's with the tool call, and a tool's with the answer.
         calls: How each call was answered, in order, as JSON objects.
+        marks: How many calls have each mark, such as `timeout`, `broken` or `machine`.
         totals: Numbers of calls by outcome, and seconds executed, saved, restored, replayed and waited.
     """
 
@@ -51,6 +52,7 @@ class Trajectory:
     messages: list[Mapping[str, Any]]
     calls: list[Mapping[str, Any]]
     totals: Mapping[str, float]
+    marks: Mapping[str, int] = field(default_factory=dict)
 
 
 def target(

@@ -8,6 +8,12 @@ MEDIA_TYPE = "application/problem+json"
 """The media type of problem details (RFC 9457)."""
 
 
+MARKS_HEADER = b"x-forkpoint-marks"
+"""The header with the marks of a call (`sandboxes.calls.MARKS`); a response without marks lacks it."""
+_BY_MACHINE = frozenset({"overloaded", "state-lost"})
+"""Refusals of calls that another machine, or this one at another time, would have answered."""
+
+
 class RefusalError(Exception):
     """A request that cannot be served as it is.
 
@@ -48,6 +54,12 @@ class Problem:
     infrastructure: bool = False
     code: int = 0
 
+    @property
+    def marks(self) -> list[tuple[bytes, bytes]]:
+        """The header with the mark `machine`, for a failure that is not the agent's; else none."""
+        is_machines = self.infrastructure or self.slug in _BY_MACHINE
+        return [(MARKS_HEADER, b"machine")] if is_machines else []
+
     def body(self) -> bytes:
         """Return the JSON of the response."""
         value = {
@@ -61,6 +73,7 @@ class Problem:
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Return the headers of the response, without its length."""
         headers = [(b"content-type", MEDIA_TYPE.encode()), (b"cache-status", b"forkpoint; fwd=miss; detail=error")]
+        headers += self.marks
         if self.status == 401:
             headers.append((b"www-authenticate", b'Bearer realm="forkpoint"'))
         if self.retry_after_s is not None:

@@ -1,8 +1,8 @@
 """The values that cross between the proxy and a driver: calls, results, and what an execution taught us (pure)."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 from sandboxes.effects import Effect, StateDigest
 
@@ -27,6 +27,29 @@ class ToolCall:
     body: bytes = b""
 
 
+Mark = Literal["timeout", "memory", "disk", "pids", "output", "broken", "machine"]
+MARKS: Mapping[Mark, str] = {
+    "timeout": "The time limit ended the call.",
+    "memory": "The kernel killed a process, because the sandbox had no more memory (`limits.memory_mb`).",
+    "disk": "The sandbox held too many new files, or nested directories too deeply (`limits.disk_mb`).",
+    "pids": "No further process or thread could be started (`limits.pids`).",
+    "output": "Output was left out (`limits.output_bytes`, or the most rows of a result).",
+    "broken": "No shell starts in the sandbox: earlier calls of the rollout have broken it.",
+    "machine": "The machine, the proxy or a tool server failed for the moment, which says nothing about the agent.",
+}
+"""What trainers need to know of a call beside its answer: which limit it reached, and whose failure it is.
+
+Marks are facts that drivers saw. No text that a tool prints makes one, so an agent cannot write its own.
+"""
+assert set(MARKS) == set(get_args(Mark))
+
+
+def in_order(marks: Iterable[str]) -> tuple[Mark, ...]:
+    """Return marks without repetitions, in the order of `MARKS`; other texts are left out."""
+    given = set(marks)
+    return tuple(mark for mark in MARKS if mark in given)
+
+
 MODEL_TOKENS = "x-model-tokens"
 """The header of a result with the number of tokens that models counted while its call ran."""
 _MAX_DIGITS = 15
@@ -43,12 +66,18 @@ class ToolResult:
         body: The body.
         headers: The end-to-end headers of a tool server, in their order and spelling. Other tools have none, except
             `MODEL_TOKENS` with the media type.
+        marks: What trainers need to know of the call beside the answer (`MARKS`).
     """
 
     status: int
     media_type: str
     body: bytes
     headers: tuple[tuple[str, str], ...] = ()
+    marks: tuple[Mark, ...] = ()
+
+    def marked(self, *marks: Mark) -> "ToolResult":
+        """Return the result with more marks."""
+        return replace(self, marks=in_order((*self.marks, *marks))) if marks else self
 
     @property
     def model_tokens(self) -> int:

@@ -2,7 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, runtime_checkable
+from typing import BinaryIO, Literal, Protocol, runtime_checkable
+
+from sandboxes.driver import FrozenState
+from sandboxes.spec import EnvironmentSpec
 
 FileKind = Literal["file", "directory", "symlink", "other", "gone"]
 
@@ -62,6 +65,45 @@ class FileEntry:
 
 GONE = FileEntry("gone")
 """The entry of a path that leads nowhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenPath:
+    """What a path of a frozen state leads to.
+
+    Attributes:
+        entry: The entry itself. No link is followed: neither one at the path, nor one on the way.
+        file: The content of a regular file, for the caller to close; None for other kinds.
+        entries: What is in a directory, by name; empty for other kinds.
+        truncated: Whether the directory has more entries.
+        base: Whether files of the base below the state's layers were looked at too.
+    """
+
+    entry: FileEntry
+    file: BinaryIO | None = None
+    entries: Mapping[str, FileEntry] = field(default_factory=dict)
+    truncated: bool = False
+    base: bool = True
+
+
+@runtime_checkable
+class ReadableStates(Protocol):
+    """A driver that reads files of frozen states without a sandbox."""
+
+    async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
+        """Return what a path of a state leads to.
+
+        Args:
+            spec: The spec of the sandbox that was frozen.
+            frozen: The state.
+            path: A path below the root without empty parts, `.` and `..`; empty for the root. Bytes that are no UTF-8
+                are surrogates (PEP 383).
+
+        Raises:
+            StateGoneError: The data of the state is missing or damaged.
+            SandboxError: The machine failed.
+        """
+        ...
 
 
 @runtime_checkable

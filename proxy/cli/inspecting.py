@@ -2,14 +2,16 @@
 
 import time
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 
 from proxy.cli.client import LONG_S, PAGE, ControlClient, given
-from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
 from proxy.cli.output import print_json, show
+from proxy.cli.progress import download
 
 
 def tree(
@@ -68,11 +70,54 @@ def why(
     show(items, partial(render_reasons, task=task, every=call is not None), json=json)
 
 
+def compare(
+    proxy: ControlClient,
+    task: TaskArgument,
+    label: LabelOption = None,
+    above: Annotated[
+        float | None, typer.Option(help="Rewards above this are high.", show_default="the middle of all rewards")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Compare rollouts by state: where they part and end alike, and what only those with a high reward did."""
+    from proxy.cli.rendering.views import render_comparison
+
+    query = {**given(above=above), "label": label or []}
+    show(proxy.request("GET", "tasks", task, "compare", params=query, within_s=LONG_S), render_comparison, json=json)
+
+
 def node(proxy: ControlClient, task: TaskArgument, name: NodeArgument, json: JsonOption = False) -> None:
     """Show a node: its call and answer, what changed, past rollouts, and why it has a snapshot or not."""
     from proxy.cli.rendering.views import render_node
 
     show(proxy.request("GET", "tasks", task, "nodes", name), render_node, json=json)
+
+
+def files(
+    proxy: ControlClient,
+    task: TaskArgument,
+    node: NodeArgument,
+    path: Annotated[str, typer.Argument(help="Path from the root.", metavar="[PATH]")] = "",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the file's bytes here.", show_default="stdout")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """List a directory of a node, or print a file of it. Both are read from its snapshot, without a sandbox."""
+    from proxy.cli.rendering.lists import render_folder
+
+    parts = [part for part in path.split("/") if part]
+    with proxy.stream("GET", "tasks", task, "nodes", node, "files", *(parts or [""])) as response:
+        if response.headers["content-type"] == "application/json":
+            response.read()
+            view = response.json()
+        else:
+            to = output or Path("-")
+            size = download(response, to, "file")
+            if json and output is not None:
+                print_json({"node": node, "path": "/" + "/".join(parts), "bytes": size}, beside=output)
+            return
+    show(view, render_folder, json=json)
 
 
 def diff(proxy: ControlClient, task: TaskArgument, a: NodeArgument, b: NodeArgument, json: JsonOption = False) -> None:

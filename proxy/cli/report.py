@@ -14,7 +14,16 @@ from proxy.cli.completion import complete_task
 from proxy.cli.options import JsonOption, LabelOption
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import ListColumns
-from proxy.cli.rendering.report_page import ARM_COLUMNS, CALL_COLUMNS, Json, columns_of, name_of, page, title_of
+from proxy.cli.rendering.report_page import (
+    ARM_COLUMNS,
+    Json,
+    call_columns_of,
+    columns_of,
+    name_of,
+    notes_of,
+    page,
+    title_of,
+)
 from proxy.cli.text import printable
 
 Labels = list[str] | None
@@ -72,8 +81,10 @@ def _parts(view: Json) -> list[RenderableType]:
     title = Text(printable(title_of(view)), style="bold")
     parts: list[RenderableType] = [title, Group(table)]
     if view["calls"]:
-        calls = [tuple(printable(cell(call))[:_CELL_CHARS] for _, cell in CALL_COLUMNS) for call in view["calls"]]
-        parts.append(Group(ListColumns(tuple(name for name, _ in CALL_COLUMNS), calls)))
+        chosen = call_columns_of(view)
+        calls = [tuple(printable(cell(call))[:_CELL_CHARS] for _, cell in chosen) for call in view["calls"]]
+        parts.append(Group(ListColumns(tuple(name for name, _ in chosen), calls)))
+    parts += [Text(printable(note), style="dim") for note in notes_of(view)]
     parts.append(arms)
     if view["truncated"]:
         parts.append(Text("More groups were left out; choose some with --label.", style="dim"))

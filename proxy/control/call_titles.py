@@ -1,11 +1,13 @@
 """Titles: each call in one line, with its exit code, for lists of thousands of nodes."""
 
+import sqlite3
 from typing import NamedTuple
 
 import orjson
 
 from proxy.dialects.shell import exit_code
 from proxy.http.lru_cache import LruCache
+from proxy.storage.blobs import blob_of
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
@@ -31,6 +33,15 @@ def title(call: ToolCall) -> str:
         return f"{call.arguments.get('method', '')} {call.endpoint}{call.arguments['target']} {body}".strip()
     arguments = orjson.dumps(call.arguments).decode() if call.arguments else ""
     return f"{call.endpoint}/{call.tool} {arguments}".rstrip()
+
+
+def stored_title(connection: sqlite3.Connection, call: int, upload: int = 0) -> str | None:
+    """Return the title of a call by the numbers of its blobs; None if one of them is damaged."""
+    made, body = blob_of(connection, call), blob_of(connection, upload) if upload else b""
+    if made is None or body is None:
+        return None
+    value = orjson.loads(made)
+    return title(ToolCall(value["endpoint"], value["tool"], value["arguments"], body))[:TITLE_CHARS]
 
 
 class Title(NamedTuple):

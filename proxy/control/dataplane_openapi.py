@@ -5,6 +5,7 @@ from typing import Any
 from proxy.control.routes.params import PROBLEM
 from proxy.dialects.shell import MAX_COMMAND_BYTES, MAX_TIMEOUT_S, SESSION_PATTERN
 from proxy.names import NAME_PATTERN
+from sandboxes.calls import MARKS
 
 _EXEC = {
     "type": "object",
@@ -34,6 +35,10 @@ _HEADERS = {
         "schema": {"type": "string"},
     },
     "X-Forkpoint-Node": {"description": "The node that the rollout is at now.", "schema": {"type": "string"}},
+    "X-Forkpoint-Marks": {
+        "description": f"Facts of the call for rewards, of {', '.join(MARKS)}; left out if there are none.",
+        "schema": {"type": "string"},
+    },
 }
 _FILE_VERBS = {"put": "write_file", "get": "read_file", "delete": "delete_file"}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}

@@ -20,24 +20,21 @@ from typing import Any
 import orjson
 from pydantic import ConfigDict, TypeAdapter
 
-from proxy.control.call_titles import TITLE_CHARS, title
-from proxy.control.views.report import Arm, CostlyCall, ReportRow, ReportView
-from proxy.storage.blobs import whole_bytes
+from proxy.control.slow_calls import slowest, slowest_calls
+from proxy.control.views.report import Arm, ReportRow, ReportView, SlowCall
+from proxy.storage.blobs import blob_of
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import label_path, label_value, labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
-from sandboxes.calls import ToolCall
 
 MAX_ROWS = 1000
 """Most groups of one report. Agents choose labels, so their number has no other bound."""
 BY_TASK, BY_ENDPOINT = "task", "endpoint"
 """What rollouts can be grouped by beside labels. A label of these names cannot be."""
 _LABEL = label_value("r.labels", ":by")
-_MOST_CALLS = 20
-"""Calls that a report names."""
 _EXECUTED = frozenset({Outcome.MISS, Outcome.BYPASS})
 _OVERHEADS = ("restored_s", "replayed_s", "waited_s")
 _WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole("steps", "s"), is_whole("records", "c")
@@ -135,7 +132,7 @@ class ReportPart:
     # of their tools, and wrong answers.
     repeated: tuple[int, float, int]
     damaged: int  # Rollouts and calls that are left out.
-    calls: list[CostlyCall]  # Those whose executions used most CPU time.
+    calls: list[SlowCall]  # Those whose executions took longest.
 
     def packed(self) -> bytes:
         """Return the part as JSON."""
@@ -165,7 +162,7 @@ def report_of(parts: Sequence[ReportPart]) -> ReportView:
         total=total.row(None, request.price_per_hour),
         rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
         truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
-        calls=_most_costly(call for part in parts for call in part.calls),
+        calls=slowest(call for part in parts for call in part.calls),
     )  # fmt: skip
 
 
@@ -200,8 +197,8 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
     (rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
     calls = sum(group.totals.calls for group in groups.values())
     repeated = _repeated(connection, where, values, calls)
-    costly = _costly_calls(connection, where, values)
-    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged, costly)
+    slow = slowest_calls(connection, where, values, _EXECUTED)
+    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged, slow)
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
@@ -293,19 +290,14 @@ def _add_tokens(
 
 def _tokens(connection: sqlite3.Connection, answer: int) -> int:
     """Return the tokens that models counted for an answer; 0 if its blob is damaged."""
-    data = _blob(connection, answer)
+    data = blob_of(connection, answer)
     return 0 if data is None else answer_of(data).model_tokens
 
 
 def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
     """Return the endpoint of a call; None if its blob is damaged."""
-    data = _blob(connection, call)
+    data = blob_of(connection, call)
     return None if data is None else str(orjson.loads(data)["endpoint"])
-
-
-def _blob(connection: sqlite3.Connection, number: int) -> bytes | None:
-    row = connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (number,)).fetchone()
-    return None if row is None else whole_bytes(*row)
 
 
 def _repeated(
@@ -331,33 +323,6 @@ def _repeated(
         known += count
     # Steps whose records were forgotten since count as executed.
     return len(first) + calls - known, tool_s, wrong
-
-
-def _costly_calls(connection: sqlite3.Connection, where: str, values: Mapping[str, Any]) -> list[CostlyCall]:
-    """Return the calls of tasks whose executions used most CPU time; calls whose CPU time is not known are left out."""
-    executed = ", ".join(str(outcome.value) for outcome in _EXECUTED)
-    sql = (
-        "SELECT g.task, c.call, c.upload, SUM(g.executed), SUM(g.calls - g.executed), SUM(g.executed * c.cpu_s), "
-        "SUM((g.calls - g.executed) * c.cpu_s), MAX(c.peak_bytes) FROM "
-        f"(SELECT r.task, s.record, COUNT(*) AS calls, SUM(s.outcome IN ({executed})) AS executed "
-        f"FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} AND {_WHOLE_STEP} GROUP BY 1, 2) g "
-        f"JOIN records c ON c.id = g.record WHERE c.cpu_s IS NOT NULL AND {_WHOLE_RECORD} "
-        f"GROUP BY 1, 2, 3 ORDER BY 6 DESC LIMIT {_MOST_CALLS}"
-    )
-    calls = []
-    for task, call, upload, *sums in connection.execute(sql, values).fetchall():
-        made, body = _blob(connection, call), _blob(connection, upload) if upload else b""
-        # A damaged blob has no title; what its call used is in the totals.
-        if made is not None and body is not None:
-            value = orjson.loads(made)
-            text = title(ToolCall(value["endpoint"], value["tool"], value["arguments"], body))[:TITLE_CHARS]
-            names = ("executed", "saved", "executed_cpu_s", "saved_cpu_s", "peak_bytes")
-            calls.append(CostlyCall(task=task, title=text, **dict(zip(names, sums, strict=True))))
-    return calls
-
-
-def _most_costly(calls: Iterable[CostlyCall]) -> list[CostlyCall]:
-    return sorted(calls, key=lambda call: -call.executed_cpu_s)[:_MOST_CALLS]
 
 
 def _sum(first: float | None, second: float | None) -> float | None:

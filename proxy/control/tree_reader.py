@@ -1,5 +1,7 @@
 """Makes the views of nodes, trees and rollouts: positions come from the tree, calls and answers from the store."""
 
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from proxy.control.paging import ListQuery, Page
@@ -17,10 +19,12 @@ from proxy.control.views.nodes import (
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.control.views.rollouts import StepView
 from proxy.dialects.shell import exit_code
+from proxy.storage.records import marked_records
 from proxy.storage.store import Store
 from proxy.tree.rollout import Outcome
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Record, Tree
+from sandboxes.calls import MARKS
 
 
 def rollouts_by_node(task: Task) -> dict[Node, list[str]]:
@@ -97,8 +101,20 @@ class Reader:
         end, values = wanted.sql("turn")
         rows = self._store.rollouts.steps(rollout["id"], end, values)
         aside = {record.id: record for record in tree.aside}
+        turns = [row[0] for row in rows]
+        marked = marked_records(self._store.database, rollout["id"], min(turns), max(turns)) if turns else {}
         part = wanted.part(rows, rollout["calls"], lambda row: (row[0],))
-        return part.page(lambda row: self._step(*row, self.record(row[1], tree) or aside.get(row[1])))
+        page = part.page(lambda row: self._step(*row, self.record(row[1], tree) or aside.get(row[1])))
+        for step in page.items:
+            step.marks = list(marked[step.record].marks) if step.record in marked else []
+        return page
+
+    def marks(self, rollout: Mapping[str, Any]) -> dict[str, int]:
+        """Return how many of a rollout's calls have each mark, in O(calls). The one that lost its state counts too."""
+        counts = Counter[str]({"machine": 1} if rollout["lost"] else {})
+        for calls, marks in marked_records(self._store.database, rollout["id"]).values():
+            counts.update(dict.fromkeys(marks, calls))
+        return {mark: counts[mark] for mark in MARKS if counts[mark]}
 
     def record(self, number: int, tree: Tree) -> Record | None:
         """Return a record of a tree; None if it was forgotten or set aside."""

@@ -35,10 +35,10 @@ _CLASS = re.compile(r"[\w.:-]{1,120}")
 
 
 def as_shared(spec: EnvironmentSpec, call: ToolCall, execution: Execution) -> Execution:
-    """Return an execution, which is not shareable if its result is a tool server's failure of the moment."""
-    if execution.shareable and _is_of_the_moment(spec, call, execution.result):
-        return replace(execution, shareable=False)
-    return execution
+    """Return an execution; if its result is a tool server's failure of the moment, it is marked and not shareable."""
+    if not _is_of_the_moment(spec, call, execution.result):
+        return execution
+    return replace(execution, shareable=False, result=execution.result.marked("machine"))
 
 
 def _is_of_the_moment(spec: EnvironmentSpec, call: ToolCall, result: ToolResult) -> bool:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 from proxy.http.lru_cache import LruCache
+from proxy.refusals import MARKS_HEADER
 from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 from sandboxes.calls import ResourceUse, ToolResult
@@ -85,6 +86,8 @@ class Answers:
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
         own = len(headers)
         headers.append((b"x-forkpoint-node", b"n%d" % record.target.id))
+        if result.marks:
+            headers.append((MARKS_HEADER, ", ".join(result.marks).encode()))
         resources = timing_of(self._records.resources(record))
         hit = response(result.status, headers + hit_headers(resources), result.body)
         has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)

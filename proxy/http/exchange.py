@@ -140,7 +140,7 @@ class Exchange:
             await self.events.finish(b"event: message\ndata: " + (local.body if local else b"") + b"\n\n")
             return
         local = local or Local(problem.status, problem.body(), ())
-        headers = raw(local.headers) or list(problem.headers())
+        headers = raw(local.headers) + problem.marks if local.headers else problem.headers()
         if problem.status == 413:
             # The rest of the request was not read, so the next request on this connection could not be found.
             headers.append((b"connection", b"close"))

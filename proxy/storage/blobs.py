@@ -1,5 +1,6 @@
 """Calls, uploads and answers as bytes: stored once for each content, and compressed where that saves space."""
 
+import sqlite3
 import zlib
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -106,6 +107,12 @@ def whole_bytes(packed: int, data: bytes, digest: bytes) -> bytes | None:
     except (zlib.error, TypeError, ValueError):
         return None
     return content if _digest(content) == digest else None
+
+
+def blob_of(connection: sqlite3.Connection, number: int) -> bytes | None:
+    """Return the bytes of a blob by a connection that only reads; None if they are not those that were written."""
+    row = connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (number,)).fetchone()
+    return None if row is None else whole_bytes(*row)
 
 
 def _digest(data: bytes) -> bytes:

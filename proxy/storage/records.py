@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.schema import is_whole
 from proxy.tree.keys import CallKey, canonical_json
 from proxy.tree.tree import Node, Record
-from sandboxes.calls import UNKNOWN_COURSE, Course, ResourceUse, ToolCall, ToolResult, content_type
+from sandboxes.calls import UNKNOWN_COURSE, Course, Mark, ResourceUse, ToolCall, ToolResult, content_type, in_order
 
 _LARGE_BYTES = 64 << 10
 """Answers and uploads above this size are packed in a thread: below it, packing takes less than the change of threads
@@ -22,6 +23,22 @@ and a millisecond together."""
 
 
 _RESOURCES = f"SELECT {', '.join(ResourceUse._fields)} FROM records WHERE id = ? AND {is_whole('records')}"
+
+
+_HEAD_BYTES = 512
+"""How much of an answer is read for its marks. They follow the status, and all of them have 60 bytes."""
+_MARKED = (
+    f"SELECT c.id, COUNT(*), b.packed, substr(b.data, 1, {_HEAD_BYTES}) FROM steps s "
+    "JOIN records c ON c.id = s.record JOIN blobs b ON b.id = c.answer WHERE s.rollout = ? AND s.turn BETWEEN ? AND ? "
+    f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} GROUP BY 1"
+)
+
+
+class MarkedRecord(NamedTuple):
+    """A record with marks among the steps of one rollout."""
+
+    calls: int  # How many calls of the rollout it has answered.
+    marks: tuple[Mark, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +77,8 @@ async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
 class RecordStore:
     """Writes nodes and records, and reads calls and answers back.
 
-    An answer is one blob: a line with the status and the media type, or all headers as JSON, and then the body.
+    An answer is one blob: a line with the status, with marks if there are any (`200;memory,output`), and the media
+    type, or all headers as JSON; then the body.
     """
 
     def __init__(self, database: StoreDatabase, blobs: BlobStore) -> None:
@@ -194,17 +212,39 @@ class RecordStore:
 
 def _answer(result: ToolResult) -> bytes:
     kind = orjson.dumps(result.headers).decode() if result.headers else result.media_type
-    return f"{result.status} {kind}\n".encode() + result.body
+    marks = f";{','.join(result.marks)}" if result.marks else ""
+    return f"{result.status}{marks} {kind}\n".encode() + result.body
+
+
+def marked_records(
+    database: StoreDatabase, rollout: int, first: int = 0, last: int = 1 << 62
+) -> dict[int, MarkedRecord]:
+    """Return the records with marks that have answered a rollout's calls of some turns, by number.
+
+    Fold the journal before.
+    """
+    rows = database.rows(_MARKED, (rollout, first, last))
+    found = {record: MarkedRecord(calls, _marks_of(data, packed=packed)) for record, calls, packed, data in rows}
+    return {record: each for record, each in found.items() if each.marks}
+
+
+def _marks_of(data: bytes, *, packed: bool) -> tuple[Mark, ...]:
+    """Return the marks in the first bytes of an answer's blob; none if these cannot be read."""
+    with contextlib.suppress(zlib.error):
+        head = zlib.decompressobj().decompress(data, _HEAD_BYTES) if packed else data
+        return in_order(head.partition(b" ")[0].decode(errors="replace").partition(";")[2].split(","))
+    return ()
 
 
 def answer_of(data: bytes) -> ToolResult:
     """Return the answer that a blob holds."""
     head, _, body = data.partition(b"\n")
-    status, _, kind = head.decode().partition(" ")
+    first, _, kind = head.decode().partition(" ")
+    status, _, marks = first.partition(";")
     if kind.startswith("["):
         headers = tuple((name, value) for name, value in orjson.loads(kind))
-        return ToolResult(int(status), content_type(headers), body, headers)
-    return ToolResult(int(status), kind, body)
+        return ToolResult(int(status), content_type(headers), body, headers, in_order(marks.split(",")))
+    return ToolResult(int(status), kind, body, marks=in_order(marks.split(",")))
 
 
 def insert_node(execute: Execute, tree: int, node: Node) -> None:

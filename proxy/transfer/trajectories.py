@@ -17,6 +17,7 @@ import codecs
 import re
 import sqlite3
 from base64 import b64encode
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from typing import Any
 import orjson
 
 from proxy.dialects.shell import exit_code
-from proxy.storage.blobs import whole_bytes
+from proxy.storage.blobs import blob_of
 from proxy.storage.database import StoreDatabase
 from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
@@ -137,18 +138,20 @@ class _TrajectoryWriter:
         }  # fmt: skip
         yield orjson.dumps(head)[:-1] + HEAD_END
         calls, totals, complete, separator = [], CallTotals(), not row["lost"], b""
+        marks = Counter[str]({"machine": 1} if row["lost"] else {})
         # Without a damaged step, the line is not complete.
         for turn, record, number in self._steps(row["id"], row["calls"]):
             outcome = Outcome(number)
             call, messages = self._call(turn, record, outcome)
             totals.answered(outcome, call["tool_s"])
             calls.append(orjson.dumps(call))
+            marks.update(call["marks"])
             complete = complete and bool(messages)
             for message in messages:
                 yield separator + orjson.dumps(message)
                 separator = b","
         tail = {
-            "complete": complete and len(calls) == row["calls"],
+            "complete": complete and len(calls) == row["calls"], "marks": dict(marks),
             "totals": {
                 "calls": len(calls), **totals.by_name, "executed_s": totals.executed_s, "saved_s": totals.saved_s,
                 "restored_s": row["restore_s"], "replayed_s": row["replay_s"], "waited_s": row["wait_s"],
@@ -165,7 +168,7 @@ class _TrajectoryWriter:
             "turn": turn, "id": f"call_{turn}", "outcome": outcome.name.lower(),
             "hit": outcome in _SAVED, "record": record, "endpoint": None, "tool": None, "status": None,
             "media_type": None, "encoding": None, "truncated": False, "exit_code": None, "effect": [], "node": None,
-            "tool_s": 0.0, "resources": None, "recorded_at": None,
+            "tool_s": 0.0, "resources": None, "recorded_at": None, "marks": [],
         }  # fmt: skip
         sql = (
             f"SELECT call, upload, answer, effect, seconds, recorded_at, target, {', '.join(ResourceUse._fields)} "
@@ -187,7 +190,7 @@ class _TrajectoryWriter:
         call |= {
             "endpoint": made["endpoint"], "tool": made["tool"], "status": result.status,
             "media_type": result.media_type, "encoding": encoding, "truncated": answer_cut or upload_cut,
-            "exit_code": exit_code(result),
+            "exit_code": exit_code(result), "marks": result.marks,
         }  # fmt: skip
         name = _FUNCTION.sub("_", f"{made['endpoint']}_{made['tool']}")[:_FUNCTION_CHARS]
         function = {"name": name, "arguments": orjson.dumps(arguments).decode()}
@@ -218,5 +221,4 @@ class _TrajectoryWriter:
 
     def _blob(self, blob: int) -> bytes | None:
         """Return the bytes of a blob; None if they are not those that were written."""
-        row = self._connection.execute("SELECT packed, data, digest FROM blobs WHERE id = ?", (blob,)).fetchone()
-        return None if row is None else whole_bytes(*row)
+        return blob_of(self._connection, blob)

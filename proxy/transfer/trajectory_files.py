@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import orjson
 
+from sandboxes.calls import MARKS
+
 Format = Literal["jsonl", "parquet", "hf"]
 _GROUP_BYTES = 8 << 20
 """JSON bytes of the rows that one row group holds. As objects in memory they take up to ten times as much."""
@@ -156,6 +158,7 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
         **named,
         "labels": orjson.dumps(labels).decode(),
         **{f"total_{name}": totals[name] for name in totals},
+        **{f"mark_{mark}": line["marks"].get(mark, 0) for mark in MARKS},
     }
 
 
@@ -173,7 +176,7 @@ def _schema(pa: Any) -> Any:
         ("turn", whole), ("id", text), ("outcome", text), ("hit", pa.bool_()), ("record", whole), ("endpoint", text),
         ("tool", text), ("status", whole), ("media_type", text), ("encoding", text), ("truncated", pa.bool_()),
         ("exit_code", whole), ("effect", pa.list_(text)), ("node", text), ("tool_s", seconds), ("recorded_at", seconds),
-        ("resources", used),
+        ("resources", used), ("marks", pa.list_(text)),
     ])  # fmt: skip
     return pa.schema([
         ("task", text), ("rollout", text), ("id", whole), ("run", text), ("step", whole), ("epoch", whole),
@@ -182,4 +185,5 @@ def _schema(pa: Any) -> Any:
         ("messages", pa.list_(message)), ("calls", pa.list_(call)),
         *((f"total_{name}", whole) for name in ("calls", "hits", "waits", "misses", "bypasses")),
         *((f"total_{name}", seconds) for name in ("executed_s", "saved_s", "restored_s", "replayed_s", "waited_s")),
+        *((f"mark_{mark}", whole) for mark in MARKS),
     ])  # fmt: skip

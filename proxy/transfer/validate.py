@@ -26,7 +26,7 @@ from proxy.transfer.format import BundleError, Part, read
 from proxy.transfer.schema import BundleManifest, NodeLine, RecordLine, lines_of, manifest_of
 from proxy.transfer.state_records import BundleStates
 from proxy.tree.keys import CallKey, UncanonicalArgumentsError, again_key, call_key
-from sandboxes.calls import ToolCall
+from sandboxes.calls import ToolCall, in_order
 
 _MISSING_POLLS = 100_000
 """How many polls may be missing from a file, because audits quarantined their records or they were forgotten. The n-th
@@ -226,8 +226,10 @@ def _can_run(endpoint: str, tool: str, arguments: dict[str, Any], databases: Col
 def _is_answer(data: bytes) -> bool:
     """Return whether a blob is an answer: a line with status and media type or headers, then a body."""
     head, line_end, _ = data[: 1 << 20].partition(b"\n")
-    status, _, kind = head.partition(b" ")
-    if not line_end or not status.isdigit() or not 100 <= int(status[:4]) <= 599:
+    first, _, kind = head.partition(b" ")
+    status, separator, marks = first.partition(b";")
+    names = tuple(marks.decode(errors="replace").split(",")) if separator else ()
+    if not line_end or not status.isdigit() or not 100 <= int(status[:4]) <= 599 or names != in_order(names):
         return False
     try:
         if not kind.startswith(b"["):

@@ -1,7 +1,9 @@
 """What came of a call, as the supervisor knows it before the call's effects are measured."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from sandboxes.calls import Mark, in_order
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.files.disk_watch import limit_note
 from sandboxes.guest.files.operations import problem
@@ -20,6 +22,7 @@ class Performed:
         awaited: Whether the processes that it started are known to be ready.
         host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
             all sandboxes share and the machine has none left of; see `linux.user_counts`.
+        is_broken: Whether no shell starts in the sandbox any more.
     """
 
     outcome: Outcome
@@ -28,6 +31,22 @@ class Performed:
     read: bool = False
     awaited: bool = False
     host_full: bool = False
+    is_broken: bool = False
+
+    @property
+    def may_be_broken(self) -> bool:
+        """Whether a program was not found or could not be executed (POSIX, 2.8.2)."""
+        return isinstance(self.outcome, CommandOutcome | ProcessOutcome) and self.outcome.exit_code in (126, 127)
+
+    def marks(self, reached: Iterable[str]) -> tuple[Mark, ...]:
+        """Return the marks of a call, given which limits its watches have reported."""
+        marks = ["disk" if limit == "depth" else limit for limit in reached]
+        marks += ["broken"] if self.is_broken else []
+        if isinstance(self.outcome, CommandOutcome | ProcessOutcome) and self.outcome.timed_out:
+            marks.append("timeout")
+        if isinstance(self.outcome, CommandOutcome) and self.outcome.truncated:
+            marks.append("output")
+        return in_order(marks)
 
     def nested_too_deep(self, disk_bytes: int) -> "Performed":
         """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it.
@@ -65,4 +84,5 @@ def not_started(error: ShellStartError) -> Performed:
     if not error.broken:
         raise error
     # 127 is the shell's exit code for "command not found" (POSIX, 2.8.2), so agents see an ordinary failure.
-    return Performed(CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0), f"{error}\n".encode())
+    outcome = CommandOutcome(127, timed_out=False, truncated=False, stdout_bytes=0)
+    return Performed(outcome, f"{error}\n".encode(), is_broken=True)

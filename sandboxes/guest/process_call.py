@@ -14,6 +14,7 @@ from sandboxes.guest.background import BackgroundProcess, BackgroundProcesses, p
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.guest.exec_script import PROGRAM, TEXT_FD, refusal, text
 from sandboxes.guest.files.changes import Changes
+from sandboxes.guest.performed import Performed
 from sandboxes.guest.process_io import Running, due_of, new_pipes, open_terminal
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.tool_servers import Servers
@@ -61,12 +62,11 @@ def run(
     files: Changes,
     deaths: int,
     limit: PidsLimit,
-) -> tuple[ProcessOutcome, bool]:
+) -> Performed:
     """Run a process until it ends, its time is up, or its client leaves it.
 
     `watch` says, called again and again, that the disk has run out. `client_detached` takes a message from the proxy
     and returns whether the client has left the process. `deaths` is readable when `watch` has to be called at once.
-    Return how it ended, and whether it was killed because the machine's disk was nearly full.
     """
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
@@ -80,7 +80,7 @@ def run(
                 raise
             with contextlib.suppress(OSError):
                 ours.sendall(frame(OUT, f"OCI runtime exec failed: {error}\r\n".encode()))
-            return ProcessOutcome(126, timed_out=False), False
+            return Performed(ProcessOutcome(126, timed_out=False), is_broken=True)
         until, detached = time.monotonic() + request.timeout_s, bool(request.arguments.get("detach"))
         # The deadline is a moment and not a duration, because a process that is left in the background keeps it.
         ending = process.running.pump(until, link.fileno(), deaths, watch, client_detached, detach=detached)
@@ -103,7 +103,8 @@ def run(
             for fd in process.running.outputs:
                 servers.drain_detached(fd, process.pid)
         code = process.running.conclude(ending, process.status, files.disk_bytes)
-        return ProcessOutcome(code, ending == "timeout", detached=detached, kept=kept), ending == "host"
+        outcome = ProcessOutcome(code, ending == "timeout", detached=detached, kept=kept)
+        return Performed(outcome, host_full=ending == "host")
 
 
 def start(shells: Shells, request: RunProcess, stdin: bytes, to: socket.socket) -> StartedProcess:

@@ -79,7 +79,7 @@ from sandboxes.linux.processes import (
     ran_between,
     run_counts,
 )
-from sandboxes.linux.sandbox_groups import GroupFiles, PidsLimit, ResourceMeter
+from sandboxes.linux.sandbox_groups import GroupFiles, MemoryLimit, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
 _NO_DESCRIPTORS = (
@@ -109,6 +109,8 @@ class Supervisor:
         self.stillness = Stillness()
         self._sockets, self._looks = sockets, ShellLooks(shells)
         self._deaths, self._limit, self._meter = ChildDeaths(), PidsLimit(groups), ResourceMeter(groups)
+        self._memory = MemoryLimit(groups)
+        self._reached: set[str] = set()
         shells.make_room = self._make_room
         self._live: LiveState | None = None
         self._repeats = False
@@ -186,15 +188,15 @@ class Supervisor:
             self.background.look()
             for log in self.servers.outputs.values():
                 log.drain()
-            if (reached := self._limit.reached()) is not None:
-                return reached
-            # The machine's failure and not the call's: whether it happens depends on what other sandboxes hold.
-            return "host" if takes_too_much() else self.changes.over_disk(self._pids)
+            # The last one is the machine's failure and not the call's: it depends on what other sandboxes hold.
+            reached = self._limit.reached() or ("host" if takes_too_much() else self.changes.over_disk(self._pids))
+            self._reached |= set() if reached is None else {reached}
+            return reached
 
         return watch
 
     def living(self, ours: Collection[int] = ()) -> dict[Process, list[bytes]]:
-        """Return all processes of the sandbox but some, with their fields. Those that have ended are collected first."""
+        """Return all processes of the sandbox but some, with their fields. Ended ones are collected first."""
         self.shells.reap()
         return fields_of_processes(ours)
 
@@ -213,6 +215,8 @@ class Supervisor:
         The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         """
         self._limit.begin()
+        self._memory.begin()
+        self._reached.clear()
         before, free = self.survivors.now, self.changes.free_bytes()
         there = set(self.survivors.processes)
         session = request.session if isinstance(request, RunCommand) else None
@@ -233,7 +237,12 @@ class Supervisor:
         seconds, used = time.perf_counter() - began_at, self._meter.end()
         # Before files are looked at: processes that are about to end may still be writing.
         self.survivors.settle([process for process, count in runs.items() if count >= 0])
+        if self._memory.was_reached:
+            self._reached.add("memory")
+        if isinstance(request, RunFileOperation) and seconds >= request.timeout_s:
+            self._reached.add("timeout")
         if (reached := self._limit.reached()) is not None:
+            self._reached.add(reached)
             performed = self._end_at_limit(performed, there, reached)
         short = user_counts.are_exhausted()
         host_full = performed.host_full or (short and bool(self.survivors) and self._holds_too_much())
@@ -252,7 +261,10 @@ class Supervisor:
         wrote_files = self.changes.look()
         self.stillness.saw(wrote=wrote_files, moved=came_or_went)
         if self.changes.too_deep:
+            self._reached.add("disk")
             performed = performed.nested_too_deep(self.changes.disk_bytes)
+        if performed.may_be_broken and self.changes.lack_shell():
+            performed = replace(performed, is_broken=True)
         # Before counts as well as after: a write may have failed because others had filled the disk, and the disk may
         # have room again. Nothing tells whether the call noticed, so no result of a moment without room is recorded.
         disk_low = min(free, self.changes.free_bytes()) < self.changes.reserve_bytes
@@ -270,11 +282,12 @@ class Supervisor:
             order=None if self.survivors else self.changes.order,
             last_pid=pid_before,
             resources=None if used is None else ResourcesUsed(*used),
+            marks=performed.marks(self._reached),
         )
         return answer, performed.body, fresh
 
     def _expect_pids(self, wanted: int) -> int:
-        """Prepare for a replay whose processes are to get the pids after a wanted one; return after which they begin."""
+        """Prepare for a replay whose processes are to get the pids after a wanted one; return the one before."""
         now = last_pid()
         begun = not self.survivors and any(
             shell.pid == now == wanted + 1 and not shell.waits_as_template for shell in self.shells
@@ -372,11 +385,10 @@ class Supervisor:
             confine.become_user(user.uid, user.gid, user.groups)
 
     def _run_process(self, request: RunProcess, stdin: bytes) -> Performed:
-        outcome, host_full = process_call.run(
+        return process_call.run(
             self.link, self.shells, self.background, self.servers, request, stdin,
             self._call_watch(), self._client_detached, self.changes, self._deaths.fileno(), self._limit,
         )  # fmt: skip
-        return Performed(outcome, host_full=host_full)
 
     def state(self) -> StateSummary:
         """Return what every answer reports of the state."""

@@ -124,7 +124,7 @@ class Survivors:
                 # A shell that is still starting has children of its own, which are not the agent's.
                 self._shells.ready_all()
                 continue
-            ending = any([processes.is_ending(pid, fields) for (pid, _), fields in others.items()])
+            ending = any(processes.is_ending(pid, fields) for (pid, _), fields in others.items())
             # The call has woken these, and they may be about to end.
             unknown |= {process for process in others.keys() & asleep if processes.is_busy(others[process])}
             if grace.is_over or not (ending or (unknown and not grace.expired(unknown))):

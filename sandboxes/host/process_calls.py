@@ -124,7 +124,7 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: Environ
     outcome = done.message.outcome
     assert isinstance(outcome, ProcessOutcome), "the supervisor ran a process"
     body = frames.end(outcome.exit_code, timed_out=outcome.timed_out)
-    ran = execution(done, ToolResult(200, MEDIA_TYPE, body))
+    ran = execution(done, ToolResult(200, MEDIA_TYPE, body, marks=() if frames.whole else ("output",)))
     # What was typed at a terminal, and when, shows in its output: it holds for this rollout alone.
     steady = ran.shareable and frames.whole and not ("process" in call.arguments and call.arguments.get("tty"))
     if outcome.kept and outcome.exit_code is None:

@@ -12,7 +12,7 @@ from sandboxes.guest.files.operations import checksum_differs, problem
 from sandboxes.ipc.codec import Envelope, members_of
 from sandboxes.ipc.messages import CallDone, CommandOutcome, FileOutcome, RunCommand, RunFileOperation
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.sql.results import Failure, failure
+from sandboxes.sql.results import Failure, failure, marks_of
 
 _WITH_PATHS = {"shell": {"put", "get", "delete"}, "archive": {"stat", "pack", "extract"}}
 """The tools of each endpoint that have a path among their arguments."""
@@ -75,7 +75,9 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
     if facts is None:
         shape = str(call.arguments.get("format", "json"))
         error = Failure("the statement was ended: it ran out of time, memory or disk", "limit")
-        result = ToolResult(200, "application/json", failure(error, shape=shape))
+        result = ToolResult(200, "application/json", failure(error, shape=shape), marks=ran.result.marks)
+    else:
+        result = result.marked(*marks_of(result.body))
     # An answer that depends on the load of the machine, or on chance, is not for other rollouts.
     volatile = facts is not None and facts.volatile and spec.volatile != "frozen"
     once = facts is None or (facts.timed_out and not spec.shares_timeouts) or (volatile and spec.volatile == "never")
@@ -110,7 +112,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         if changed:
             effect |= flag
     return Execution(
-        result or _result(done),
+        (result or _result(done)).marked(*message.marks),
         effect,
         message.seconds,
         message.state.digest,

@@ -64,6 +64,7 @@ Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`)
 
 from typing import TYPE_CHECKING, Any
 
+from sandboxes.calls import Mark
 from sandboxes.effects import StateDigest
 from sandboxes.ipc.codec import Amount, Count, IpcMessage, IpcRecord, IpcRequest, Number, plain_json
 
@@ -196,6 +197,7 @@ class CallDone(IpcMessage, op="call_done"):
         order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
         last_pid: The pid that was assigned last before it, and before the shell that it ran in was started.
         resources: What it used of the machine; None if the sandbox cannot tell.
+        marks: Which limits it reached, and whether the sandbox is broken.
         discard: The upper layer makes no difference; it is to be replaced by an empty one.
         seal: The upper layer is to become a frozen layer.
     """
@@ -214,6 +216,7 @@ class CallDone(IpcMessage, op="call_done"):
     order: bytes | None = None
     last_pid: int = 0
     resources: ResourcesUsed | None = None
+    marks: tuple[Mark, ...] = ()
     # At most one of the two: an upper layer is thrown away or kept.
     discard: bool = False
     seal: bool = False

@@ -22,12 +22,15 @@ from sandboxes.linux.descriptors import close_all
 
 PEAKS = ("memory.max_usage_in_bytes", "memory.peak")
 """The files with the most memory at one time, of version 1 and of version 2."""
-_READ_ONLY = ("pids.events", "pids.max", "pids.peak", "pids.current", "cpuacct.usage", "cpu.stat", "io.stat")
+_KILLS = ("memory.oom_control", "memory.events")
+"""The files with the number of processes that were killed for memory, of version 1 and of version 2."""
+_READ_ONLY = ("pids.events", "pids.max", "pids.peak", "pids.current", "cpuacct.usage", "cpu.stat", "io.stat", *_KILLS)
 """Files of both versions; no machine has all. A limit is never opened for writing: pid 1 serves the agent."""
 _MOST_BYTES = 1 << 16
 """How much of a file is read; `io.stat` has some 80 bytes for each disk."""
 _NANOSECONDS, _MICROSECONDS = 1e9, 1e6
 _CPU = re.compile(rb"^usage_usec (\d+)$", re.MULTILINE)
+_OOM_KILL = re.compile(rb"^oom_kill (\d+)$", re.MULTILINE)
 _READ, _WRITTEN = re.compile(rb" rbytes=(\d+)"), re.compile(rb" wbytes=(\d+)")
 
 
@@ -100,6 +103,26 @@ class PidsLimit:
     def _number(self, name: str) -> int:
         """Return the number in a file; 0 if the kernel has no such file, or it says "max"."""
         return self._files.number(f"pids.{name}") or 0
+
+
+class MemoryLimit:
+    """The limit of memory of one sandbox, by its control group. Without one nothing is noticed."""
+
+    def __init__(self, files: GroupFiles) -> None:
+        self._files, self._noted = files, 0
+
+    def begin(self) -> None:
+        """Begin a call: what has happened before does not count."""
+        self._noted = self._kills()
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether the kernel has killed a process of the sandbox for memory since `begin`. 2 us."""
+        return self._kills() != self._noted
+
+    def _kills(self) -> int:
+        counts = (_OOM_KILL.search(self._files.read(name) or b"") for name in _KILLS)
+        return sum(int(count[1]) for count in counts if count is not None)
 
 
 class ResourceMeter:

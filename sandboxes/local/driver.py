@@ -24,10 +24,12 @@ from sandboxes.errors import SandboxError, SpecError, StateGoneError
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
+from sandboxes.inspection import FrozenPath
 from sandboxes.ipc.channel import ChannelClosedError
 from sandboxes.ipc.launch_messages import ServiceMounts
 from sandboxes.linux.cgroups import sweep
 from sandboxes.linux.dir_lock import DirLock
+from sandboxes.local import lower_view
 from sandboxes.local.bases import Base, Bases
 from sandboxes.local.layers import drop
 from sandboxes.local.machine import START_S, Machine, Spare
@@ -261,6 +263,20 @@ class LocalDriver:
                 lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
                 left_out = [SERVICES.strip("/")] if spec.services else []
                 return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
+
+    async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
+        """Return what a path of a state leads to, see `sandboxes.inspection.ReadableStates`.
+
+        Of a base that is this machine itself, nothing is read: sandboxes see a part of it, and a person may not.
+        """
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.sandboxes.holding(frozen.parts))
+            base = await self._frozen_base(spec, frozen.payload)
+            held.enter_context(self.sandboxes.holding(base.images))
+            lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
+            # The content of a file is read later: a layer never changes, and stays while a descriptor of it is open.
+            found = await asyncio.to_thread(lower_view.open_path, lowers, path)
+            return replace(found, base=bool(base.bare))
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
         """Return the base of a state whose parts are held, after a check of all that the state consists of."""

@@ -14,7 +14,7 @@ from sandboxes.postgres.digest import DatabaseDigest, combined
 from sandboxes.postgres.messages import MustWrite, RunStatement, ServerLost, StatementDone
 from sandboxes.postgres.usage import ServerLimitError, WatchedSession
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.sql.results import Failure, failure
+from sandboxes.sql.results import Failure, failure, marks_of
 from sandboxes.workers.messages import CloseEngine, SetLimits
 from sandboxes.workers.pool import PooledWorker, WorkerLostError, WorkerPool, WorkerStuckError
 
@@ -154,8 +154,8 @@ class PostgresSandbox:
         once = (done.volatile and self._spec.volatile == "never") or (done.timed_out and not self._spec.shares_timeouts)
         once = once or done.circumstantial
         return Execution(
-            ToolResult(200, "application/json", body), effect, done.seconds, self._state(), self._witness(),
-            shareable=not once, volatile=done.volatile,
+            ToolResult(200, "application/json", body, marks=marks_of(body)), effect, done.seconds, self._state(),
+            self._witness(), shareable=not once, volatile=done.volatile,
         )  # fmt: skip
 
     def _aborted(
@@ -180,7 +180,7 @@ class PostgresSandbox:
             reason = Failure("the answer needs more memory than limits.memory_mb allows", "limit")
         body = failure(reason, shape=str(call.arguments.get("format", "json")), sql=str(call.arguments.get("sql", "")))
         seconds = float(call.arguments["timeout_s"]) if isinstance(error, WorkerStuckError) else 0.0
-        result = ToolResult(200, "application/json", body)
+        result = ToolResult(200, "application/json", body, marks=marks_of(body))
         return Execution(result, Effect.NONE, seconds, self._state(), self._witness(), shareable=False)
 
     def _request(self, call: ToolCall, dsn: str | None = None) -> RunStatement:

@@ -5,10 +5,12 @@ knows the types, and `text` replaces `rows` where the call named a text format. 
 member depends on the duration of a call: equal results are equal bytes.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from sandboxes.calls import Mark
 from sandboxes.sql.compare import Row, judge
 from sandboxes.sql.encoder import json_bytes
 from sandboxes.sql.render import RENDERERS
@@ -121,6 +123,21 @@ def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure |
 def other(members: dict[str, Any]) -> bytes:
     """Encode a result that is not a table (`compare`), with the member `error` that all results have."""
     return json_bytes({"error": None} | members)
+
+
+def marks_of(result: bytes) -> tuple[Mark, ...]:
+    """Return the marks of a result. Its last members are this module's, whatever the rows are."""
+    if result.endswith(b'"error":null}'):
+        return ("output",) if result.endswith(b'"truncated":true,"error":null}') else ()
+    error = json.loads(result)["error"] or {}
+    match error.get("kind"):
+        case "timeout":
+            return ("timeout",)
+        case "limit" if error.get("code") == "SQLITE_FULL" or "limits.disk_mb" in error["message"]:
+            return ("disk",)
+        case "limit" if "memory" in error["message"]:
+            return ("memory",)
+    return ()
 
 
 def _cut(text: str, max_bytes: int) -> tuple[str, bool]:

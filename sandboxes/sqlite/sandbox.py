@@ -6,6 +6,7 @@ from sandboxes.calls import Execution, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.sql.results import marks_of
 from sandboxes.sqlite.database import SandboxDatabase, combined_digest
 
 
@@ -32,7 +33,7 @@ class SqliteSandbox:
         if not self.alive:
             raise SandboxError(f"sandbox {self.id} is dead")
         outcome = await self._databases[call.arguments["database"]].run(call)
-        result = ToolResult(200, "application/json", outcome.body)
+        result = ToolResult(200, "application/json", outcome.body, marks=marks_of(outcome.body))
         state, witness = self._state()
         return Execution(
             result, outcome.effect, outcome.seconds, state, witness, outcome.shareable, volatile=outcome.volatile

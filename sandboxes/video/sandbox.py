@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from sandboxes.calls import MODEL_TOKENS, Execution, ToolCall, ToolResult
+from sandboxes.calls import MODEL_TOKENS, Execution, ToolCall, ToolResult, in_order
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import SandboxError
@@ -98,7 +98,7 @@ class VideoSandbox:
         try:
             result = await self._run(call)
         except VideoError as fault:
-            result = ToolResult(422, _JSON, orjson.dumps({"error": fault.to_json()}))
+            result = ToolResult(422, _JSON, orjson.dumps({"error": fault.to_json()}), marks=in_order([fault.kind]))
             shareable = fault.kind not in TRANSIENT
         except OSError as error:
             raise SandboxError(f"the video's files cannot be read or written: {error}") from error

@@ -7,6 +7,7 @@ Anything else is not found (exit 127), as in a shell.
 """
 
 import asyncio
+import io
 import itertools
 import posixpath
 import re
@@ -25,7 +26,7 @@ from sandboxes.calls import Execution, ResourceUse, ToolCall, ToolResult
 from sandboxes.driver import FrozenState
 from sandboxes.effects import Effect, StateDigest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
-from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
+from sandboxes.inspection import GONE, FileEntry, FrozenPath, SessionView, StateView
 from sandboxes.listener import Listener
 from sandboxes.portability import NoImageError, NotPortableError
 from sandboxes.spec import EnvironmentSpec
@@ -170,6 +171,23 @@ class MemoryDriver:
         if target is not None:
             await asyncio.to_thread(target.write_bytes, archive)
         return f"sha256:{sha256(archive).hexdigest()}"
+
+    async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:  # noqa: ARG002
+        files = _State.from_json(frozen.payload).files
+        data = files.get(f"/{path}", b"") if path not in ("", "root") else _DIRECTORY
+        if data is _DIRECTORY:
+            if not path:
+                home = {"root": FileEntry("directory", 0o755)}
+                return FrozenPath(FileEntry("directory", 0o755), entries=home)
+            folder = f"/{path}/"
+            inner = {
+                file.removeprefix(folder): FileEntry("directory", 0o755) if data is None else FileEntry("file", 0o644)
+                for file, data in sorted(files.items()) if file.startswith(folder) and "/" not in file[len(folder) :]
+            }  # fmt: skip
+            return FrozenPath(FileEntry("directory", 0o755), entries=inner)
+        if f"/{path}" not in files:
+            return FrozenPath(GONE)
+        return FrozenPath(FileEntry("file", 0o644, size_bytes=len(data)), io.BytesIO(data))
 
     async def collect(self, keep: Iterable[str]) -> int:
         """Frozen states hold all they need, so nothing is deleted; the name of a part of ours ends with its bytes."""

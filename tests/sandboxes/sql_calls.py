@@ -26,6 +26,7 @@ class SqlResponse:
         self.error: dict[str, Any] | None = self.body["error"]
         self.effect, self.state, self.witness = execution.effect, execution.state, execution.witness
         self.shareable, self.volatile = execution.shareable, execution.volatile
+        self.marks = execution.result.marks
 
     @property
     def value(self) -> Any:

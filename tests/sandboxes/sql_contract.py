@@ -298,6 +298,7 @@ class SqlContract:
                 response = await ask(sandbox, self.endless, timeout_s=0.2)
                 assert response.error is not None
                 assert response.error["kind"] == "timeout"
+                assert response.marks == ("timeout",)
                 assert (response.effect, response.state, response.shareable) == (Effect.NONE, before, False)
                 assert (await ask(sandbox, COUNT)).value == 50 + len(statements)
 
@@ -324,6 +325,7 @@ class SqlContract:
             assert not (await ask(few, "SELECT id FROM item", max_rows=50)).body["truncated"]
             response = await ask(small, "SELECT name FROM item ORDER BY id")
             assert response.body["truncated"]
+            assert response.marks == ("output",)
             assert 0 < len(response.rows) < 50
 
         driven(driver, spec, test)

@@ -35,7 +35,7 @@ def addresses(proxy: Running) -> list[str]:
     return [
         "#/", "#/runs", "#/system", "#/sandboxes", "#/snapshots", "#/nowhere", "#/t/demo",
         f"#/t/demo?view=table&node={node}",
-        "#/t/demo/rollouts", "#/t/demo/audit", "#/t/demo/r/first", "#/t/demo/r/first/vs/second",
+        "#/t/demo/rollouts", "#/t/demo/audit", "#/t/demo/r/first", "#/t/demo/compare?r=first,second",
         "#/t/demo/compare?r=first,second", "#/t/demo?lanes=1&colour=reward", f"#/t/demo/n/{node}",
         f"#/t/demo/n/{node}/terminal",
     ]  # fmt: skip

@@ -95,7 +95,7 @@ def test_links_open_the_tree_of_their_node(proxy: Running, page: Page) -> None:
     expect(page.locator(".changes")).to_contain_text("/root/f")
     go(proxy, page, f"links/diff/{one}/{other}")
     expect(page.locator("main")).to_contain_text("are in different trees")
-    go(proxy, page, "links/r/own/vs/other")
+    go(proxy, page, "links/compare?r=own,other")
     expect(page.locator("tr.fork")).to_contain_text(f"They began at different nodes, {root} and {other_root}")
     expect(page.get_by_role("link", name="Compare states")).to_have_count(0)
 

@@ -242,25 +242,34 @@ def test_two_rollouts_are_compared(ui: Page) -> None:
     ui.get_by_label("Compare first").check()
     ui.get_by_label("Compare second").check()
     ui.get_by_role("button", name="Compare").click()
-    expect(ui.get_by_text("2 calls in common")).to_be_visible()
-    rows = ui.locator("table.compare tbody tr")
-    expect(rows.nth(2)).to_contain_text("They diverge at n")
-    expect(rows.nth(1)).to_have_class("same")
-    expect(rows.nth(3)).to_contain_text("echo 2 > f")
-    expect(rows.nth(3)).to_contain_text("echo 3 > g")
+    expect(ui.get_by_text("1 change in common")).to_be_visible()
+    rows = ui.locator("table.group-compare tbody tr")
+    expect(rows.nth(1)).to_contain_text("They part at n")
+    expect(rows.nth(0)).to_have_class("same")
+    expect(rows.nth(2)).to_contain_text("echo 2 > f")
+    expect(rows.nth(2)).to_contain_text("echo 3 > g")
+    expect(ui.get_by_role("link", name="Compare states")).to_be_visible()
 
 
 def test_group_is_compared_where_it_parts(proxy: Running, ui: Page) -> None:
-    """Calls in common fold; where the rollouts part, each answer is shown."""
+    """Changes in common fold; where the states part, each answer is shown. Reads move no rollout to another row."""
     for rollout, commands in (("x", ["a", "b", "c", "d", "echo 1"]), ("y", ["a", "b", "c", "d", "echo 2"])):
         for command in commands:
             proxy.exec(rollout, f"echo {command} > {command[0]}", task="group")
     proxy.exec("z", "cat nothing", task="group")
-    go(ui, "#/t/group/compare?r=x,y")
+    for command in ("ls", "echo a > a", "cat a", "echo b > b", "echo c > c", "echo d > d", "echo echo 1 > e"):
+        proxy.exec("reader", command, task="group")
+    for rollout, reward in (("x", 1), ("y", 0)):
+        proxy.client.patch(f"/api/v1/tasks/group/rollouts/{rollout}/labels", json={"reward": reward})
+    go(ui, "#/t/group/compare?r=x,y,reader")
     table = ui.locator("table.group-compare")
-    expect(table.get_by_role("button", name="4 calls in common: show")).to_be_visible()
+    expect(table.get_by_role("button", name="4 changes in common: show")).to_be_visible()
     expect(table).to_contain_text("They part at n")
-    expect(table.locator(".answer-row .inline-answer")).to_have_count(2)
+    expect(table.locator(".answer-row .inline-answer")).to_have_count(3)
+    expect(ui.get_by_text("x, reader end at n")).to_be_visible()
+    won = ui.locator("section.panel", has_text="What only winners did")
+    expect(won).to_contain_text("1 rollout with a reward above 0.5")
+    expect(won).to_contain_text("echo echo 1 > e")
     go(ui, "#/t/group/rollouts")
     for rollout in "xyz":
         ui.get_by_label(f"Compare {rollout}").check()
@@ -376,3 +385,24 @@ def test_node_shows_hosts_outside(proxy: Running, ui: Page) -> None:
     go(ui, f"#/t/demo/n/n{node.id}")
     expect(ui.get_by_role("heading", name=f"n{node.id}")).to_be_visible()
     expect(part).to_have_count(0)
+
+
+def test_files_of_a_node_are_listed(proxy: Running, ui: Page) -> None:
+    """Read without a sandbox, once somebody asks; a directory opens, and a file is downloaded."""
+    proxy.exec("files", "mkdir d", task="files")
+    node = proxy.exec("files", "echo text > f", task="files").headers["x-forkpoint-node"]
+    go(ui, f"#/t/files/n/{node}")
+    part = ui.locator("section.part", has=ui.get_by_role("heading", name="Files"))
+    for name in ("Show files", "root/", "d/", ".."):
+        part.get_by_role("button", name=name, exact=True).click()
+    expect(part).to_contain_text("/root")
+    with ui.expect_download() as download:
+        part.get_by_role("button", name="f", exact=True).click()
+    assert download.value.suggested_filename == "f"
+    assert download.value.path().read_bytes() == b"text\n"
+
+
+def test_runs_say_why_calls_ran(ui: Page) -> None:
+    go(ui, "#/runs")
+    calls = ui.locator("section.panel", has_text="Calls whose executions took longest")
+    expect(calls.locator("tbody tr", has_text="cat f").first).to_contain_text("new-call")

@@ -125,3 +125,14 @@ def test_colour_is_in_the_address_and_legend(ui: Page) -> None:
     expect(ui).to_have_url(re.compile("colour=reward"))
     ui.locator("label", has_text="Colour").locator("select").select_option("label:group")
     expect(ui.locator(".key .scale")).to_contain_text("<b>lone</b>")
+
+
+def test_reads_are_no_parting_of_lanes(ui: Page, proxy: Running) -> None:
+    """A lane's mark is at the call that leaves the common states, whatever was read before it."""
+    told = modules(
+        ui, proxy,
+        """({ shared }) => [
+            [[1, 1, 2, 3], [2, 2, 4]], [[2], [2, 2]], [[2, 3], [2, 3]],
+        ].map((nodes) => [...shared(nodes.map((each) => ({ start: 1, nodes: each }))).values()])""",
+    )  # fmt: skip
+    assert told == [[3, 2], [1, 2], [2, 2]]

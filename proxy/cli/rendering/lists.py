@@ -51,6 +51,23 @@ class ListColumns:
         return len(self.titles)
 
 
+def render_folder(view: Json) -> RenderableType:
+    """Render a directory of a node, with what is missing from it."""
+    marks = {"directory": "/", "symlink": " -> "}
+    cells = [
+        (
+            printable(entry["name"]) + marks.get(entry["kind"], "") + printable(entry["target"] or ""),
+            f"{entry['size_bytes']:,}" if entry["kind"] == "file" else "", entry["mode"],
+            f"{entry['uid']}:{entry['gid']}",
+        )
+        for entry in view["entries"]
+    ]  # fmt: skip
+    lacks = "" if view["base"] else "Only what set-up and calls have changed: the base is the proxy's machine."
+    more = "More entries were left out." if view["truncated"] else ""
+    notes = [Text(note, style="dim") for note in (lacks, more) if note]
+    return Group(ListColumns(("name", "bytes", "mode", "owner"), cells), *notes)
+
+
 def render_tasks(rows: Sequence[Json]) -> RenderableType:
     """Render the tasks with the totals of their rollouts."""
     titles = ("task", "rollouts", "running", "calls", "hits", "saved s", "executed s", "nodes", "created")

@@ -52,14 +52,16 @@ _RESOURCE_COLUMNS: tuple[Column, ...] = (
     ("peak MB", lambda row: _megabytes(row["peak_bytes"])),
 )
 """More columns, of reports with calls whose use of the machine is known."""
-CALL_COLUMNS: tuple[Column, ...] = (
-    ("most CPU", lambda call: str(call["title"])),
+_CALL_COLUMNS: tuple[Column, ...] = (
+    ("slowest calls", lambda call: str(call["title"])),
     ("task", lambda call: str(call["task"])),
     ("executed", lambda call: f"{call['executed']:,}"),
     ("saved", lambda call: f"{call['saved']:,}"),
-    *_RESOURCE_COLUMNS,
+    ("executed s", lambda call: f"{call['executed_s']:,.1f}"),
+    ("why", lambda call: str(call["reason"])),
+    ("states", lambda call: f"{call['states']:,}" + f" ({call['differing']:,} differ)" * (call["differing"] > 0)),
 )
-"""The columns of the most costly calls."""
+"""The columns of the calls whose executions took longest."""
 ARM_COLUMNS: tuple[Column, ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),
@@ -74,8 +76,26 @@ def columns_of(report: Json) -> tuple[Column, ...]:
     """Return the columns of a report's table, after the group."""
     total = report["total"]
     tokens = _TOKEN_COLUMNS if total["executed_tokens"] or total["saved_tokens"] else ()
-    is_counted = total["executed_cpu_s"] is not None or total["saved_cpu_s"] is not None
-    return (*_COLUMNS, *tokens, *(_RESOURCE_COLUMNS if is_counted else ()))
+    return (*_COLUMNS, *tokens, *_resource_columns(report))
+
+
+def call_columns_of(report: Json) -> tuple[Column, ...]:
+    """Return the columns of a report's calls."""
+    return (*_CALL_COLUMNS, *_resource_columns(report))
+
+
+def _resource_columns(report: Json) -> tuple[Column, ...]:
+    is_counted = any(report["total"][name] is not None for name in ("executed_cpu_s", "saved_cpu_s"))
+    return _RESOURCE_COLUMNS if is_counted else ()
+
+
+def notes_of(report: Json) -> list[str]:
+    """Return what helps against the misses of a report, and how far it could help."""
+    remedies = dict.fromkeys(f"{call['reason']}: {call['remedy']}" for call in report["calls"] if call["remedy"])
+    best = next((arm["hit_rate"] for arm in report["arms"] if arm["cache"] == "stateless"), 0.0)
+    now = report["total"]["hit_rate"]
+    bound = [f"Hit rate {now:.1%}. It would be {best:.1%} if each call ran once for each task, whatever the state."]
+    return [*(bound if best > now else []), *remedies]
 
 
 def _seconds(value: float | None) -> str:
@@ -123,9 +143,11 @@ def _tables(report: Json, title: str) -> str:
     head = [str(report["by"]), *(name for name, _ in columns)]
     shown = _table(head, [[name, *(cell(row) for _, cell in columns)] for name, row in rows])
     arms = _table([name for name, _ in ARM_COLUMNS], [[cell(arm) for _, cell in ARM_COLUMNS] for arm in report["arms"]])
-    calls = [[cell(call) for _, cell in CALL_COLUMNS] for call in report["calls"]]
-    costly = _table([name for name, _ in CALL_COLUMNS], calls) if calls else ""
-    return f"<h2>{escape(title)}</h2>{shown}{left_out}{costly}{arms}"
+    columns = call_columns_of(report)
+    calls = [[cell(call) for _, cell in columns] for call in report["calls"]]
+    slowest = _table([name for name, _ in columns], calls) if calls else ""
+    notes = "".join(f"<p>{escape(note)}</p>" for note in notes_of(report))
+    return f"<h2>{escape(title)}</h2>{shown}{left_out}{slowest}{notes}{arms}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

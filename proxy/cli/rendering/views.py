@@ -42,12 +42,27 @@ def render_rollout(view: Json) -> RenderableType:
             Text(f"{seconds:.2f} s", justify="right"),
             Text("█" * max(1, round(12 * seconds / longest)) if seconds else "", style=_STYLES.get(outcome, "")),
             Text(f"{printable(str(step['node'] or ''))}  {text}"),
+            Text(", ".join(step["marks"]), style="red"),
         )
     saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
     state = "has ended" if view["finished"] else f"is at {view['node']}"
     calls = "1 call" if view["calls"] == 1 else f"{view['calls']:,} calls"
     head = f"{view['task']} / {view['rollout']}: {calls}, {saved:.2f} s saved, {state}"
     return Group(Text(printable(head), style="bold"), table)
+
+
+def render_comparison(view: Json) -> RenderableType:
+    """Render rollouts that are aligned by state: one line for each way, with the rollouts that took it."""
+    table = Table.grid(padding=(0, 2))
+    parts = [(f"part at {part['node']}", part["ways"]) for part in view["parts"]]
+    others = [("end alike", "same_end"), ("only high: states", "winning_states"), ("only high: calls", "winning_calls")]
+    for name, ways in [*parts, *((name, view[member]) for name, member in others)]:
+        for number, way in enumerate(ways):
+            text = " ".join(printable(way[each]) for each in ("node", "call") if way[each] is not None)
+            names = ", ".join(map(printable, way["rollouts"]))
+            table.add_row("" if number else name, Text(shortened(text, _WIDE)), f"{len(way['rollouts'])}", Text(names))
+    high = "" if view["above"] is None else f", {len(view['high'])} with a reward above {view['above']:g}"
+    return Group(Text(f"{view['rollouts']} rollouts{high}", style="bold"), table)
 
 
 def render_node(view: Json) -> RenderableType:

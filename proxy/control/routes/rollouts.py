@@ -84,7 +84,8 @@ async def get_rollout(
     engine.journal.fold()
     row = _newest(engine, task.name, rollout)
     steps = control.reader.steps(row, engine.trees.load(row["tree"]), wanted)
-    return RolloutDetail(**_view(engine, row, task.rollouts.get(rollout), request), steps=steps)
+    view, marks = _view(engine, row, task.rollouts.get(rollout), request), control.reader.marks(row)
+    return RolloutDetail(**view, steps=steps, marks=marks)
 
 
 @router.get("/tasks/{task}/rollouts/{rollout}/why", name="explain_calls")

@@ -1,5 +1,7 @@
 """The view of a report: what the cache did for groups of rollouts. Pure."""
 
+from typing import Literal
+
 from pydantic import BaseModel
 
 from proxy.control.views.resources import CallTotalsView
@@ -51,7 +53,7 @@ class ReportRow(CallTotalsView):
     peak_bytes: int | None = None
 
 
-class CostlyCall(BaseModel):
+class SlowCall(BaseModel):
     """A call of a task, summed over all states at which it was made.
 
     Attributes:
@@ -59,18 +61,30 @@ class CostlyCall(BaseModel):
         title: The call in one line.
         executed: How often it was executed.
         saved: How often a hit or a wait saved its execution.
-        executed_cpu_s: CPU seconds of the executions.
-        saved_cpu_s: CPU seconds that hits and waits saved.
+        executed_s: Seconds that the tool ran for the executions.
+        saved_s: Seconds that hits and waits saved.
+        executed_cpu_s: CPU seconds of the executions; null if they are not known of any.
+        saved_cpu_s: CPU seconds that hits and waits saved; null if they are not known of any.
         peak_bytes: The most memory that one execution used at one time; null if it is not known of any.
+        states: The number of states in which it was executed.
+        differing: The number of these in which executions had different answers, or led to different states.
+        reason: Why it was executed rather than known: `differs` if it spoils itself, or as for a single call.
+        remedy: What helps; empty if nothing does.
     """
 
     task: str
     title: str
     executed: int
     saved: int
-    executed_cpu_s: float
-    saved_cpu_s: float
+    executed_s: float
+    saved_s: float
+    executed_cpu_s: float | None
+    saved_cpu_s: float | None
     peak_bytes: int | None
+    states: int
+    differing: int
+    reason: Literal["new-call", "other-state", "private", "quarantined", "differs"]
+    remedy: str
 
 
 class Arm(BaseModel):
@@ -104,7 +118,7 @@ class ReportView(BaseModel):
         rows: The groups; numbers are in their order, and texts in alphabetical order.
         truncated: Whether groups were left out.
         arms: The same calls without a cache, with a stateless one, and with this one.
-        calls: The calls whose executions used most CPU time, the most costly first; at most 20.
+        calls: The calls whose executions took longest in sum, the slowest first, and why they ran; at most 20.
         damaged: Rollouts and calls that are left out of all figures, because rows of the store are damaged.
     """
 
@@ -116,5 +130,5 @@ class ReportView(BaseModel):
     rows: list[ReportRow]
     truncated: bool
     arms: list[Arm]
-    calls: list[CostlyCall] = []
+    calls: list[SlowCall] = []
     damaged: int = 0

@@ -11,6 +11,7 @@ from proxy.control.views.resources import CallTotalsView, node_name
 from proxy.times import UtcTime
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
+from sandboxes.calls import Mark
 from sandboxes.spec import EnvironmentSpec
 
 
@@ -115,6 +116,8 @@ class StepView(BaseModel):
         seconds: How long the tool ran when the call was recorded.
         node: The node that the call led to; null if its record was forgotten since.
         resources: What the call used of the machine when it was recorded; null if nothing is known.
+        marks: Which limits the call reached, whether it found its sandbox broken (`broken`), and whether the machine or
+            a tool server failed (`machine`).
     """
 
     turn: int
@@ -125,6 +128,7 @@ class StepView(BaseModel):
     seconds: float
     node: str | None
     resources: ResourcesView | None = None
+    marks: list[Mark] = []
 
 
 class RolloutDetail(RolloutView):
@@ -132,9 +136,11 @@ class RolloutDetail(RolloutView):
 
     Attributes:
         steps: A page of its calls; `limit`, `cursor` and `sort` choose it.
+        marks: How many of all its calls have each mark; marks without calls are left out.
     """
 
     steps: Page[StepView]
+    marks: dict[str, int] = {}
 
 
 def task_view(task: Task, row: dict[str, Any], advice: str) -> TaskView:

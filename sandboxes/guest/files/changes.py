@@ -20,6 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterable
 
+from sandboxes.guest import programs
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta, link_groups, row_table
 from sandboxes.guest.files.disk_watch import DiskWatch, free_bytes
@@ -29,6 +30,7 @@ from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.messages import FileDelta
 from sandboxes.ipc.state_messages import LayersSwitched, Links, StartSandbox
 from sandboxes.linux import processes
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.trees import TreeTooDeepError
 from sandboxes.shell_text import ShellSession
 
@@ -122,6 +124,11 @@ class WrittenFiles:
     def shown(self) -> FileDelta | None:
         """Return what differs, for people; None if it is too much."""
         return None if self.too_deep else self.tracker.shown()
+
+    def lack_shell(self) -> bool:
+        """Return whether no shell of the sandbox can be executed any more; see `programs.is_broken`."""
+        with Opened(self._top()) as top:
+            return programs.is_broken(self.roots.root, top)
 
     def free_bytes(self) -> int:
         """Return the free bytes of the disk that the sandbox writes to."""

@@ -28,10 +28,12 @@ ON_RAY = {"up"}
 ARGUMENTS: Mapping[str, str] = {
     "backup": "FOLDER/new.backup",
     "cluster": "",
+    "compare": "demo",
     "diff": "demo NODE NODE",
     "doctor": "--data FOLDER/none",
     "exec": "demo NODE 'cat f'",
     "export": "demo FOLDER/demo.tar",
+    "files": "demo NODE",
     "fork": "demo first json",
     "gc": "",
     "html": "demo FOLDER/demo.html",

@@ -51,7 +51,8 @@ def record() -> dict[str, dict[str, Any]]:
         examples = {}
         for method, path, operation in sorted(operations(schema), key=lambda each: (_ORDER[each[0]], -len(each[1]))):
             if operation["operationId"] != "stream_events":
-                examples[operation["operationId"]] = _example(proxy, method, path.format(**names), operation)
+                root = {"path": "root"} if operation["operationId"] == "read_node_file" else {}
+                examples[operation["operationId"]] = _example(proxy, method, path.format(**names | root), operation)
     return {name: example for name, example in sorted(examples.items()) if example}
 
 

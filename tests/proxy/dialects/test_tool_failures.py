@@ -19,10 +19,13 @@ SPEC = EnvironmentSpec(servers=SERVERS, mcp_servers={"m": McpServer(command="x")
 
 
 def is_shared(endpoint: str, status: int, body: Any, spec: EnvironmentSpec = SPEC) -> bool:
+    """Whether a response is shared. Every other one has the mark of a failure that is not the agent's."""
     data = body if isinstance(body, bytes) else orjson.dumps(body)
     call = ToolCall(endpoint, "POST /x", {})
     execution = Execution(ToolResult(status, "application/json", data), Effect.NONE, 0.0, None)
-    return as_shared(spec, call, execution).shareable
+    shared = as_shared(spec, call, execution)
+    assert shared.result.marks == (() if shared.shareable else ("machine",))
+    return shared.shareable
 
 
 def rex(class_path: str, message: str) -> dict[str, Any]:

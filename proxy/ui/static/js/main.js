@@ -18,7 +18,6 @@ const ROUTES = [
   [new RegExp(`^/t/${NAME}/compare$`), async () => (await import("./compare_group.js")).compareGroup, "Rollouts compared"],
   [new RegExp(`^/t/${NAME}/audit$`), async () => (await import("./audit.js")).auditView, "Audit"],
   [new RegExp(`^/t/${NAME}/r/${NAME}$`), async () => (await import("./rollout.js")).rolloutView, "Rollout"],
-  [new RegExp(`^/t/${NAME}/r/${NAME}/vs/${NAME}$`), async () => (await import("./compare.js")).compareView, "Two rollouts"],
   [new RegExp(`^/t/${NAME}/n/${NAME}$`), async () => (await import("./node.js")).nodeView, "Node"],
   [new RegExp(`^/t/${NAME}/n/${NAME}/terminal$`), async () => (await import("./terminal.js")).terminalView, "Terminal"],
   [new RegExp(`^/t/${NAME}/diff/${NAME}/${NAME}$`), async () => (await import("./diff.js")).diffView, "What changed"],

@@ -1,6 +1,6 @@
 // A node: its call and answer, what changed, past rollouts, observations, and why it has a snapshot or not.
 
-import { get, items, names } from "./api.js";
+import { download, get, items, names } from "./api.js";
 import { actions } from "./actions.js";
 import { answer } from "./answer.js";
 import { changes } from "./diff.js";
@@ -36,6 +36,7 @@ export async function nodePanel(element, task, node, signal, on) {
       detail.parent ? changesPart(task, detail, signal) : null,
       reads.length ? readsPart(task, node, reads, detail.observations.length, signal) : null,
       statePart(task, detail),
+      filesPart(task, node, signal),
       outsidePart(task, node, signal),
       passedPart(task, detail, call),
     );
@@ -73,7 +74,7 @@ function head(task, detail, call, on, signal) {
       "p",
       { class: "dim" },
       detail.parent ? ["from ", nodeLink(task, detail.parent, on), " · "] : "",
-      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : "no call was made here yet",
+      detail.leads_to.length ? ["leads to ", detail.leads_to.slice(0, 12).map((to, i) => [i ? ", " : "", nodeLink(task, to, on)]), detail.leads_to.length > 12 ? ` and ${detail.leads_to.length - 12} more` : ""] : detail.observations.length ? "no call has changed this state yet" : "no call was made here yet",
     ),
     actions(task, detail, call, on, signal),
   );
@@ -170,6 +171,32 @@ function statePart(task, detail) {
   }
   if (detail.recorded_at) rows.push(["Recorded", moment(detail.recorded_at)]);
   return h("section", { class: "part" }, h("h2", {}, "State"), h("dl", { class: "kv" }, rows.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));
+}
+
+/** Show the files of a node, read without a sandbox, once somebody asks for them. */
+function filesPart(task, node, signal) {
+  const stage = h("div", { class: "stack" });
+  const url = (path) => `tasks/${names(task)}/nodes/${node}/files/${path}`;
+  const open = async (path) => {
+    try {
+      const folder = await get(url(path), { signal });
+      const into = (text, to) => h("button", { class: "row mono", on: { click: () => open(to) } }, text);
+      const row = ({ name, url: part, kind, size_bytes: size, target }) => h(
+        "li", {},
+        kind === "directory" ? into(`${oneLine(name)}/`, `${path}${part}/`) : kind === "file" ? h("button", { class: "row mono", title: "Download", on: { click: () => download(url(path) + part, name).catch((error) => put(stage, notice(error))) } }, visible(oneLine(name))) : h("span", { class: "mono" }, visible(oneLine(target === null ? name : `${name} → ${target}`))),
+        h("span", { class: "faint" }, kind === "file" ? bytes(size) : kind),
+      );
+      put(
+        stage,
+        h("p", { class: "dim" }, h("span", { class: "mono" }, visible(folder.path)), folder.base ? "" : " · only what set-up and calls have changed", folder.truncated ? " · more were left out" : ""),
+        h("ul", { class: "list reads" }, path ? h("li", {}, into("..", path.replace(/[^/]*\/$/, ""))) : null, folder.entries.map(row)),
+      );
+    } catch (error) {
+      put(stage, notice(error));
+    }
+  };
+  put(stage, h("button", { on: { click: () => open("") } }, "Show files"));
+  return h("section", { class: "part" }, h("h2", {}, "Files"), stage);
 }
 
 /** Show what programs in sandboxes requested from hosts outside in the calls made at a node. Hidden if that is nothing. */

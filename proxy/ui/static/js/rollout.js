@@ -80,11 +80,12 @@ function drawHead(head, task, shown, steps) {
     ["Hit rate", percent(steps.length ? given.length / steps.length : 0)],
     ["Saved", seconds(sum(given))],
     ["Executed", seconds(sum(of("miss", "bypass")))],
+    ...Object.entries(shown.marks).map(([mark, calls]) => [`Marked ${mark}`, count(calls)]),
   ];
   const other = h("input", { type: "text", placeholder: "another rollout", "aria-label": "Compare with", size: "16" });
   const go = (event) => {
     event.preventDefault();
-    if (other.value.trim()) location.hash = `#/t/${names(task)}/r/${names(shown.rollout)}/vs/${names(other.value.trim())}`;
+    if (other.value.trim()) location.hash = `#/t/${names(task)}/compare?r=${names(shown.rollout)},${names(other.value.trim())}`;
   };
   if (head.contains(document.activeElement)) return;
   put(
@@ -134,7 +135,7 @@ function stepRow(task, step, { from, parts, hit }, span, on, open, toggle) {
   return h(
     "tr", { class: on ? "on" : "", data: { turn: step.turn, outcome: step.outcome } },
     h("td", { class: "num faint" }, step.turn + 1),
-    h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome)),
+    h("td", {}, h("span", { class: `chip o-${step.outcome}` }, step.outcome), step.marks.map((mark) => [" ", h("span", { class: "chip bad" }, mark)])),
     h("td", { class: "cut" }, h("button", { class: "call mono", "aria-expanded": String(open), title: step.call ? line(step.call) : "", on: { click: toggle } }, text)),
     h("td", {}, step.node ? h("a", { class: "mono", href: `#/t/${names(task)}?node=${step.node}` }, step.node) : "–"),
     h("td", { class: "num" }, seconds(step.seconds)),

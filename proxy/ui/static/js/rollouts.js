@@ -26,7 +26,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   const body = h("tbody");
   const note = h("span", { class: "note" });
   const search = h("input", { type: "search", placeholder: "Name, state, label=value", "aria-label": "Filter rollouts", value: params.get("q") ?? "", on: { input: () => { setParams({ q: search.value }); draw(); } } });
-  const button = h("button", { disabled: true, on: { click: () => (location.hash = compareAddress(task, [...picked])) } }, "Compare");
+  const button = h("button", { disabled: true, on: { click: () => (location.hash = `#/t/${names(task)}/compare?r=${[...picked].map((name) => names(name)).join(",")}`) } }, "Compare");
   const environment = h("th", { scope: "col", hidden: true }, "Environment");
   const picked = new Set();
   let [order, up] = [params.get("sort") ?? "begun", params.get("up") === "1"];
@@ -97,12 +97,6 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
     ),
   );
   watch(look, signal, 2000);
-}
-
-/** Return the address that compares rollouts. */
-function compareAddress(task, rollouts) {
-  if (rollouts.length === 2) return `#/t/${names(task)}/r/${names(rollouts[0])}/vs/${names(rollouts[1])}`;
-  return `#/t/${names(task)}/compare?r=${rollouts.map((name) => names(name)).join(",")}`;
 }
 
 /** Return hit rate, saved and executed seconds of the newest rollouts of trees, by name. */

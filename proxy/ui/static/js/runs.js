@@ -3,7 +3,7 @@
 
 import { get, names } from "./api.js";
 import { grid, h, panel, put, say, showPanels, thead } from "./dom.js";
-import { count, percent, seconds } from "./format.js";
+import { count, oneLine, percent, seconds, visible } from "./format.js";
 import { watch } from "./live.js";
 
 const BY = ["run", "step", "group", "task", "endpoint"];
@@ -14,6 +14,8 @@ export async function runsView({ main, params, signal, setParams }) {
   const body = h("tbody");
   const total = h("tfoot");
   const arms = h("tbody");
+  const calls = h("tbody");
+  const remedies = h("div", { class: "body" });
   const note = h("span", { class: "note" });
   const head = h("tr");
   const by = h("select", { on: { change: () => { setParams({ by: by.value === "run" ? null : by.value }); look(); } } }, BY.map((name) => h("option", { value: name }, name)));
@@ -28,6 +30,8 @@ export async function runsView({ main, params, signal, setParams }) {
     put(body, view.rows.map((row) => rowOf(row, by.value, tokens)));
     put(total, rowOf({ ...view.total, group: "all" }, "", tokens));
     put(arms, view.arms.map((arm) => h("tr", {}, h("td", {}, { none: "no cache", stateless: "stateless cache", stateful: "this proxy" }[arm.cache] ?? arm.cache), [count(arm.executed), seconds(arm.tool_s), percent(arm.hit_rate), arm.cache === "stateful" ? "see audits" : count(arm.wrong)].map((text) => h("td", { class: "num" }, text)))));
+    put(calls, view.calls.map((call) => h("tr", {}, h("td", { class: "cut mono", title: oneLine(call.title) }, visible(oneLine(call.title))), h("td", {}, h("a", { class: "mono", href: `#/t/${names(call.task)}` }, call.task)), h("td", {}, h("span", { class: "chip", title: call.remedy }, call.reason)), [count(call.executed), count(call.saved), count(call.states) + (call.differing ? ` (${call.differing} differ)` : ""), seconds(call.executed_s)].map((text) => h("td", { class: "num" }, text)))));
+    put(remedies, [...new Set(view.calls.filter((call) => call.remedy).map((call) => `${call.reason}: ${call.remedy}`))].map((text) => h("p", { class: "dim" }, text)));
     say(note, view.truncated ? "the first groups" : "");
   };
   await look();
@@ -38,6 +42,7 @@ export async function runsView({ main, params, signal, setParams }) {
       [h("h1", {}, "Runs"), note, h("span", { class: "gap" }), h("label", { class: "inline" }, "by", by), h("label", { class: "inline" }, "price of an hour of tool time", price)],
       grid({}, h("thead", {}, head), body, total),
     ),
+    panel({}, h("h2", {}, "Calls whose executions took longest"), grid({}, thead([["Call"], ["Task"], ["Why it ran"], ["Executed", "num"], ["Saved", "num"], ["States", "num"], ["Executed time", "num"]]), calls), remedies),
     panel({}, h("h2", {}, "The same calls with other caches"), grid({}, thead([["Cache"], ["Executed calls", "num"], ["Tool time", "num"], ["Hit rate", "num"], ["Wrong answers", "num"]]), arms)),
   );
   watch(look, signal, 5000);

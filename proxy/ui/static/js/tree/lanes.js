@@ -30,7 +30,7 @@ function groupPart(task, group, shown, on) {
   const rewards = group.ways.map(rewardOf).filter((reward) => reward !== null);
   const calls = group.ways.reduce((sum, way) => sum + way.outcomes.length, 0);
   const hits = group.ways.reduce((sum, way) => sum + [...way.outcomes].filter((kind) => kind === "h" || kind === "w").length, 0);
-  const common = group.ways.length > 1 ? shared(group.ways) : -1;
+  const common = group.ways.length > 1 ? shared(group.ways) : new Map();
   const title = group.labels.length ? group.labels.map(([name, value]) => `${name} ${value}`).join(" · ") : "without labels";
   const facts = [plural(group.ways.length, "rollout"), `${percent(calls ? hits / calls : 0)} hits`, rewards.length ? `reward ${mean(rewards).toPrecision(3)}` : ""];
   const every = `#/t/${names(task)}/compare?r=${group.ways.slice(0, 24).map((way) => names(way.rollout)).join(",")}`;
@@ -39,7 +39,7 @@ function groupPart(task, group, shown, on) {
     { class: "part lanes" },
     h("h3", {}, title),
     h("p", { class: "faint" }, facts.filter(Boolean).join(" · "), group.ways.length > 1 ? [" · ", h("a", { href: every }, "compare")] : null),
-    h("ul", { class: "list" }, shown.map((way) => lane(task, way, common, on))),
+    h("ul", { class: "list" }, shown.map((way) => lane(task, way, common.get(way) ?? -1, on))),
   );
 }
 

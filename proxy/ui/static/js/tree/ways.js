@@ -95,11 +95,15 @@ export function rewardOf(way) {
   return Number.isFinite(reward) ? reward : null;
 }
 
-/** Return the number of calls that all ways of a group have in common from the beginning. */
+/** Return for each way of a group how many of its calls come before it leaves the states that all have in common. */
 export function shared(group) {
-  const [first, ...others] = group;
-  if (others.some((way) => way.start !== first.start)) return 0;
+  const states = group.map(({ start, nodes }) => [start, ...nodes].filter((node, i, all) => node !== all[i - 1]));
   let length = 0;
-  while (length < first.records.length && others.every((way) => way.records[length] === first.records[length])) length++;
-  return length;
+  while (states.every((each) => length < each.length && each[length] === states[0][length])) length++;
+  const parting = ({ start, nodes }) => {
+    let seen = 1;
+    const at = length ? nodes.findIndex((node, i) => (seen += node !== (nodes[i - 1] ?? start)) > length) : 0;
+    return at < 0 ? nodes.length : at;
+  };
+  return new Map(group.map((way) => [way, parting(way)]));
 }
