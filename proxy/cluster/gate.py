@@ -2,18 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
-from proxy.cluster.lines import Deleted, Kept, Line
+from proxy.cluster.lines import Deleted, Forgotten, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
+from proxy.storage.copies import CopyStore, FindingCopy, MasksCopy, NodeCopy, NoteCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree
+
+IMPORTED_ROW = 200
+"""Most records of an import in one row of the log: as many are read from the store while calls wait."""
 
 
 class StaleCallError(RefusalError):
@@ -147,10 +150,39 @@ class ClusterGate:
 
     def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
-        owned = self.owned_tree(tree.id)
+        copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
+        self._note_tree(tree, [copy])
+
+    def changed(self, tree: Tree, nodes: Iterable[Node]) -> None:
+        """Write to the log what people have changed of nodes."""
+        self._note_tree(tree, [NodeCopy(node.id, node.diverged, node.pinned) for node in nodes])
+
+    def forgot(self, tree: Tree, nodes: Iterable[Node], records: Iterable[Record]) -> None:
+        """Write to the log that nodes and records were deleted."""
+        self._note_tree(tree, [Forgotten([node.id for node in nodes], [record.id for record in records])])
+
+    def masked(self, task: str, masks: str) -> None:
+        """Write the noise masks of a task to the log."""
+        self._note(task, [MasksCopy(task, masks)])
+
+    async def importing(self, task: str, tree: int) -> None:
+        """Write the records of a tree to the log. They count when the tree is there too."""
+        assert self._copies is not None
+        self.require(task)
+        owned, last = self.owned[task], -1
+        while records := self._copies.records(tree, last, IMPORTED_ROW):
+            last = records[-1].record
+            await asyncio.shield(owned.write(records))
+
+    def imported(self, task: str, tree: Tree, replaced: int | None) -> None:
+        """Write to the log that a task has got a tree, after its records."""
+        assert self._copies is not None
+        self._tasks_of[tree.id] = task
+        owned = self.owned.get(task)
         if owned is not None:
-            copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
-            owned.note([copy])
+            gone = [] if replaced is None else [Forgotten([replaced], [])]
+            owned.note([*gone, *self._tree_lines(owned, tree), *self._copies.pinned(tree.id)])
+        self.task_put(task)
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
         """Let the log have a record, at the latest with the first step by it."""
@@ -193,6 +225,11 @@ class ClusterGate:
     def _note(self, task: str, lines: Sequence[Line]) -> None:
         owned = self.owned.get(task)
         if owned is not None:
+            owned.note(lines)
+
+    def _note_tree(self, tree: Tree, lines: Sequence[Line]) -> None:
+        owned = self.owned_tree(tree.id)
+        if owned is not None and lines:
             owned.note(lines)
 
     def _tree_lines(self, owned: Owned, tree: Tree) -> list[Line]:
