@@ -162,6 +162,10 @@ class Engine:
         """
         return None if self.access.needs_token else self.settings.names
 
+    def has(self, task: str) -> bool:
+        """Return whether this proxy shows a task: in a cluster its store may have what others own now."""
+        return self.gate is None or self.gate.owns(task)
+
     def pin(self, tree: Tree, node: Node, *, on: bool) -> None:
         """Keep the snapshot of a node from being evicted, or let it be evicted again."""
         node.pinned = on

@@ -1,7 +1,7 @@
 """What this member answers its peers: calls of the tasks that it owns, and questions about its agents."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from proxy.cluster.link.channels import LinkChannel
@@ -17,7 +17,6 @@ from proxy.cluster.messages import (
     DrainQuestion,
     ElsewhereAnswer,
     HandQuestion,
-    Kind,
     LoadAnswer,
     LoadQuestion,
     TakeQuestion,
@@ -26,17 +25,12 @@ from proxy.cluster.messages import (
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.postgres.connection import DatabaseError
-from proxy.cluster.streams import Begin
 from sandboxes.ipc.codec import encode
 from sandboxes.ipc.frames import MalformedFrameError
 
 
 class PeerPlane(Protocol):
     """The data plane of this member, as calls of peers need it."""
-
-    async def answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
-        """Return the HTTP response to a call; None after it was sent as a stream."""
-        ...
 
     async def converse_peer(self, question: CallQuestion, owned: Owned, channel: LinkChannel) -> None:
         """Serve a connection that is a stream from the beginning."""
@@ -71,8 +65,9 @@ class PeerQuestions:
                 return encode(await self._take_over(question))
             case DrainQuestion() | HandQuestion() | LoadQuestion() as question:
                 return encode(await self._operate(question))
-            case ConfirmQuestion() as question:
-                call = self._member.ingress.call(question.number)
+            case ConfirmQuestion(boot=boot, number=number):
+                is_own = boot == self._member.database.membership.boot
+                call = self._member.ingress.call(number) if is_own else None
                 return encode(ConfirmAnswer(call is not None and await call.waits()))
             case other:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
@@ -120,7 +115,7 @@ class PeerQuestions:
         origin = Origin(
             hello.member, hello.boot, question.number, question.oldest, question.is_again,
             lambda: self.server.is_latest(hello),
-            lambda: self._member.confirm(hello.member, question.number),
+            lambda: self._member.confirm(hello.member, hello.boot, question.number),
         )  # fmt: skip
         ORIGIN.set(origin)
         unanswered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -150,10 +145,10 @@ class PeerQuestions:
         # What a task that was dropped has answered is in the log, or is made again.
         return ElsewhereAnswer(0) if owned.is_dropped else CallAnswer(response)
 
-    async def _run(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes:
-        """Return the response to a call; empty after it was sent as a stream."""
-        if question.kind == Kind.CALL:
-            return await self._plane.answer_peer(question, owned, begin) or b""
+    async def _run(
+        self, question: CallQuestion, owned: Owned, begin: Callable[[bytes], Awaitable[LinkChannel]]
+    ) -> bytes:
+        """Serve a stream."""
         channel = await begin(b"")
         try:
             with owned.cutting(channel.abort):

@@ -58,6 +58,10 @@ class ClusterGate:
         if task not in self.owned:
             raise DroppedError(task)
 
+    def owns(self, task: str) -> bool:
+        """Return whether this member owns a task."""
+        return task in self.owned
+
     async def admit(self, rollout: Rollout) -> Record | None:
         """Wait until a call may be answered; return the record that has answered it already, if it was made before.
 

@@ -35,6 +35,7 @@ from proxy.cluster.messages import (
     unpack,
 )
 from proxy.cluster.owned import Owned
+from proxy.cluster.passing import Passing
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
@@ -68,6 +69,7 @@ class Member:
         gate: The tasks that this member owns.
         ingress: The tasks that its agents ask for.
         links: The links to other members.
+        passing: Passes requests on to them.
         replaced: Called when a later start of this member has taken its place.
         hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
             argument is the most seconds that it may take.
@@ -80,7 +82,7 @@ class Member:
         self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
         self.is_leaving = False
         self._engine = engine
-        self.links = Links(secret, database.membership)
+        self.links, self.passing = Links(secret, database.membership), Passing(secret, database.membership)
         self._peers: dict[int, Peer] = {}
         self._tasks = TaskOwner()
         self._lease_until = 0.0
@@ -111,6 +113,7 @@ class Member:
         self._tasks.cancel()
         await self._tasks.wait()
         self.links.close()
+        self.passing.close()
         await self.database.aclose()
 
     # -- owners ------------------------------------------------------------------------------------------------------
@@ -217,9 +220,9 @@ class Member:
         """
         return await _answer_to_call(await self.links.call(owner.peer, encode(question)))
 
-    async def confirm(self, ingress: int, number: int) -> bool:
+    async def confirm(self, ingress: int, boot: int, number: int) -> bool:
         """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
-        answer = await self.ask(ingress, ConfirmQuestion(number))
+        answer = await self.ask(ingress, ConfirmQuestion(boot, number))
         return isinstance(answer, ConfirmAnswer) and answer.waits
 
     def failed(self, owned: Owned, reason: str) -> None:

@@ -66,9 +66,11 @@ class ConfirmQuestion(IpcMessage, op="confirm"):
     """An owner asks an ingress whether an agent still waits for a call.
 
     Attributes:
+        boot: The start of the ingress that has sent the call.
         number: Number of the call.
     """
 
+    boot: int
     number: int
 
 

@@ -10,11 +10,8 @@ from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(?:/.*)?")
-_ALL_TASKS = {
-    "/api/v1/trajectories": "Ask for each task: GET /api/v1/tasks/{task}/trajectories",
-    "/api/v1/backup": "Back up the database of the cluster (pg_dump) and its store",
-}
-"""What must have all tasks, of which a member has some, and what to do instead."""
+_BACKUP = "/api/v1/backup"
+"""A member's file is no backup of a cluster: the log is the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,17 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)
-    if not agents and below is None and path not in _ALL_TASKS:
+    if not agents and below is None and path != _BACKUP:
         return None
     # A copy: the owner authorises the request too, and must see the token.
     seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
-    if path in _ALL_TASKS:
+    if path == _BACKUP:
         access.admit(seen, rollout_named_by(seen))
-        raise RefusalError(501, "not-in-a-cluster", f"a member has not all tasks. {_ALL_TASKS[path]}.")
+        raise RefusalError(
+            409,
+            "cluster-backup",
+            "the file of a member is no backup of a cluster. Back up its database (pg_dump) and its store.",
+        )
     try:
         grant = access.admit(seen, rollout_named_by(seen))
         if below is not None:

@@ -4,7 +4,9 @@ A request of a task that this member owns takes the ordinary way. Any other one 
 again if the task has changed hands meanwhile. Requests that name no task are answered here.
 """
 
-from collections.abc import Coroutine
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -17,25 +19,24 @@ from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.frames import Hello
 from proxy.cluster.member import Member
 from proxy.cluster.messages import CallQuestion, Kind
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
+from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
+from proxy.cluster.passing import PEER, VIEW, Passed
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
-    Begin,
     HijackedConnection,
     HijackingEndpoint,
-    PeerExchange,
     PeerSocket,
     head_of,
     never,
-    relay_response,
     relay_socket,
-    send_whole,
     serve_hijacked,
 )
 from proxy.compat.endpoints import Stream, StreamTransport
@@ -49,6 +50,9 @@ from proxy.http.exchange import Exchange
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
+
+_UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
+"""Requests whose bodies are too large to be held until an owner is found."""
 
 
 class ClusterPlane(DataPlane):
@@ -64,10 +68,16 @@ class ClusterPlane(DataPlane):
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
         self.questions = PeerQuestions(member, secret, self)
+        self.others = OtherMembers(member, self._authorise)
+        self._is_leaving = False
+        engine.lifecycle.at_hang_up.append(self._leave)
         # Docker's: the connections that it takes over are first brought to the owner of their task.
         self._hijacking = self.streaming
         if self._hijacking is not None:
             self.streaming = HijackingEndpoint(self._hijacking, self._hijack)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,12 +88,18 @@ class ClusterPlane(DataPlane):
         if scope["type"] == "http" and PATHS.fullmatch(scope["path"]):
             await self._operate(scope, receive, send)
             return
+        peer: Hello | None = scope.get("state", {}).get(PEER)
+        if peer is not None and scope["type"] == "http":
+            await self._answer_peer(peer, scope, receive, send)
+            return
         try:
             task = named_task(scope, self.engine.access, self._addressing)
             if task is None:
                 await super().__call__(scope, receive, send)
             elif scope["type"] == "websocket":
                 await self._converse_anywhere(task, scope, receive, send)
+            elif _UPLOADS.fullmatch(scope["path"]):
+                await self._answer(task, scope, Upload(receive), receive, send)
             else:
                 body = await self._body(receive)
                 if body is not None:
@@ -111,32 +127,74 @@ class ClusterPlane(DataPlane):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, named: NamedTask, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, named: NamedTask, scope: Scope, body: "bytes | Upload", receive: Receive, send: Send
+    ) -> None:
         """Answer a request here or elsewhere.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
         task = self._member.ingress.task(named.name)
-        with self._member.ingress.calling(task, receive, named.rollout, _digest(scope, body)) as call:
+        is_upload = isinstance(body, Upload)
+        digest = b"" if isinstance(body, Upload) else _digest(scope, body)
+        watched = None if is_upload else receive
+        with self._member.ingress.calling(task, watched, named.rollout, digest) as call:
 
             async def here(owned: Owned) -> bool:
-                return await self._answer_here(owned, task, call, scope, body, send)
+                incoming = body.receive() if isinstance(body, Upload) else _replaying(body, receive)
+                return await self._answer_here(owned, self._origin(task, call), scope, incoming, send)
 
             async def away(owner: Ownership) -> bool:
-                answer, channel = await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body)
-                if answer is None:
-                    return False
-                if channel is None:
-                    await send_whole(answer.response, send)
-                else:
-                    self._member.ingress.became_stream(task, call)
-                    await relay_response(answer.response, channel, receive, send)
-                return True
+                sent = body.pieces() if isinstance(body, Upload) else body
+                return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, send)
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
-                await super().__call__(scope, _replaying(body, receive), send)
+                incoming = body.receive() if isinstance(body, Upload) else _replaying(body, receive)
+                await super().__call__(scope, incoming, send)
+
+    async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that a peer has passed on, or has made itself; it is not passed on again."""
+        passed = Passed.taken_from(scope)
+        if self._is_leaving:
+            # The server waits for its connections.
+            send = _closing(send)
+        if passed is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["scheme"] = passed.scheme
+        owned = self._member.gate.owned.get(passed.task)
+        if owned is None or owned.view != passed.view:
+            await _send_elsewhere(send, await self._view_of(passed.task, passed.view))
+            return
+        owned.floors.note(peer.member, peer.boot, passed.oldest)
+        origin = Origin(
+            peer.member, peer.boot, passed.number, passed.oldest, passed.is_again,
+            lambda: not owned.floors.is_late(peer.member, peer.boot, passed.number),
+            lambda: self._member.confirm(peer.member, peer.boot, passed.number),
+        )  # fmt: skip
+        try:
+            is_answered = await self._answer_here(owned, origin, scope, receive, send)
+        finally:
+            origin.is_over = True
+        if not is_answered:
+            await _send_elsewhere(send, 0)
+
+    async def _view_of(self, task: str, view: int) -> int:
+        """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
+        # A newer view than the one that is owned here ends it.
+        self._member.adopt(task, view)
+        try:
+            owner = await self._member.locate(task, creates=False)
+        except DatabaseError:
+            return 0
+        return 0 if owner is None else owner.view
+
+    @override
+    def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
+        """Answer requests that peers pass on; `make` makes the protocol of a connection, given its state."""
+        self.questions.server.make_http = lambda hello: make(**{PEER: hello})
 
     def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
         """Return what the code that answers an own agent's call works for."""
@@ -145,12 +203,9 @@ class ClusterPlane(DataPlane):
             membership.number, membership.boot, call.number, task.oldest, call.is_again, lambda: True, call.waits
         )
 
-    async def _answer_here(
-        self, owned: Owned, task: TaskIngress, call: WaitingCall, scope: Scope, body: bytes, send: Send
-    ) -> bool:
+    async def _answer_here(self, owned: Owned, origin: Origin, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request of an owned task; return False if the task was dropped before: the call is made again."""
-        assert call.receive is not None
-        ORIGIN.set(self._origin(task, call))
+        ORIGIN.set(origin)
         is_over = is_stream = False
 
         async def sending(message: AsgiMessage) -> None:
@@ -163,6 +218,8 @@ class ClusterPlane(DataPlane):
             else:
                 # It may never end by itself, but it ends with the task.
                 is_stream = bool(message.get("more_body"))
+                if is_stream:
+                    origin.is_current = lambda: True
             if not is_over:
                 await send(message)
 
@@ -170,7 +227,7 @@ class ClusterPlane(DataPlane):
         own: Scope = {**scope, "headers": list(scope["headers"])}
         with owned.ending(lambda: is_stream):
             # The server closes the connection of a response that has no end.
-            await super().__call__(own, _replaying(body, call.receive), sending)
+            await super().__call__(own, receive, sending)
         return not is_over
 
     # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
@@ -261,17 +318,7 @@ class ClusterPlane(DataPlane):
         await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
         return b"".join(parts)
 
-    # -- calls of peers: see `PeerPlane` ------------------------------------------------------------------------------
-
-    async def answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
-        """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
-        exchange = PeerExchange(owned, question.body, begin)
-        try:
-            with owned.cutting(exchange.cut):
-                await super().__call__(question.scope(), exchange.receive, exchange.send)
-        finally:
-            whole = exchange.close()
-        return whole
+    # -- streams of peers: see `PeerPlane` ----------------------------------------------------------------------------
 
     async def converse_peer(self, question: CallQuestion, owned: Owned, channel: LinkChannel) -> None:
         """Serve a connection that a peer has passed on."""
@@ -319,6 +366,52 @@ class ClusterPlane(DataPlane):
         problem = problem_of(refusal)
         self._count(problem)
         await send_problem(scope, receive, send, problem)
+
+
+class Upload:
+    """The body of a request that is passed on as it comes, once."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._is_begun = receive, False
+
+    def receive(self) -> Receive:
+        """Return what yields the events of the body.
+
+        Raises:
+            RefusalError: 503, a part of it was read before.
+        """
+        if self._is_begun:
+            raise RefusalError(503, "upload", "the owner of the task has changed during the upload. Send it again.")
+        return self._first
+
+    async def _first(self) -> AsgiMessage:
+        self._is_begun = True
+        return await self._receive()
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body, to its end."""
+        receive, more = self.receive(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionAbortedError("the client has hung up")
+            more = bool(message.get("more_body"))
+            yield message.get("body", b"")
+
+
+def _closing(send: Send) -> Send:
+    """Return a `send` that ends the connection with the response."""
+
+    async def sending(message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return sending
+
+
+async def _send_elsewhere(send: Send, view: int) -> None:
+    await send_response(send, 421, [(VIEW.encode(), b"%d" % view)], b"")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -8,7 +8,7 @@ whole one.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from proxy.cluster.link.channels import LinkChannel
@@ -18,72 +18,11 @@ from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, Stre
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from sandboxes.task_owner import start
 
-MAX_WHOLE_BYTES = 16 << 20
-"""Size from which a response is sent as a stream. It is larger than answers of tools, which must be whole, so that an
-ingress can have them again after its link broke."""
 MAX_HELD_BYTES = 1 << 20
 """Bytes of a client without HTTP that wait for the owner, from which no more is read from the client."""
 _DATA, _END = "stream.data", "stream.end"
 
-Begin = Callable[[bytes], Awaitable[LinkChannel]]
-"""Begins the channel of a response, given its head and its first bytes."""
-
-
 # -- at the owner ----------------------------------------------------------------------------------------------------
-
-
-class PeerExchange:
-    """A request that a peer has passed on, as an ASGI application sees it: whole, or a stream if it has pieces."""
-
-    def __init__(self, owned: Owned, body: bytes, begin: Begin) -> None:
-        self._owned, self._body, self._begin = owned, body, begin
-        self._is_read = False
-        self._parts, self._size = list[bytes](), 0
-        self._channel: LinkChannel | None = None
-        self._begun = asyncio.Event()
-
-    async def receive(self) -> AsgiMessage:
-        """Return the body of the request, and then wait for the agent's disconnect."""
-        if not self._is_read:
-            self._is_read = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self._begun.wait()
-        assert self._channel is not None
-        await self._channel.ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: AsgiMessage) -> None:
-        """Take a message of the application."""
-        if self._channel is not None:
-            await self._owned.settled()
-            self._channel.write(pack_event(message))
-            await self._channel.drain()
-            return
-        if message["type"] == "http.response.start":
-            self._parts, self._size = [head_of(message)], 0
-        elif message["type"] == "http.response.body":
-            self._parts.append(message.get("body", b""))
-            self._size += len(self._parts[-1])
-            if message.get("more_body") or self._size > MAX_WHOLE_BYTES:
-                parts, self._parts = self._parts, []
-                # The head and the first bytes; the rest follows in events.
-                self._channel = await self._begin(parts[0])
-                self._begun.set()
-                first = {**message, "body": b"".join(parts[1:])}
-                self._channel.write(pack_event(first))
-                await self._channel.drain()
-
-    def cut(self) -> None:
-        """End a stream without its end, because the task has another owner now."""
-        if self._channel is not None:
-            self._channel.abort()
-
-    def close(self) -> bytes | None:
-        """Return the whole response; None for one that was a stream, which ends."""
-        if self._channel is None:
-            return b"".join(self._parts)
-        self._channel.close()
-        return None
 
 
 class PeerSocket:
@@ -152,28 +91,6 @@ async def serve_hijacked(
 
 
 # -- at the ingress --------------------------------------------------------------------------------------------------
-
-
-async def relay_response(head: bytes, channel: LinkChannel, receive: Receive, send: Send) -> None:
-    """Pass a response on to an agent, until either side ends. One that is cut off stays without its end."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        channel.abort()
-
-    hangup = start(watch())
-    try:
-        await send(_start(head))
-        while (data := await channel.receive()) is not None:
-            event = unpack_event(data)
-            await send(event)
-            if not event.get("more_body"):
-                return
-    finally:
-        channel.abort()
-        hangup.cancel()
-        await asyncio.gather(hangup, return_exceptions=True)
 
 
 async def relay_socket(channel: LinkChannel, receive: Receive, send: Send) -> None:
@@ -340,20 +257,7 @@ def head_of(message: AsgiMessage) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-async def send_whole(response: bytes, send: Send) -> None:
-    """Send a whole HTTP response. 5 us for ten headers."""
-    head, _, body = response.partition(b"\r\n\r\n")
-    await send(_start(head))
-    await send({"type": "http.response.body", "body": body})
-
-
 async def never() -> AsgiMessage:
     """Wait for the disconnect of a client that is not watched."""
     await asyncio.Event().wait()
     return {"type": "http.disconnect"}
-
-
-def _start(head: bytes) -> AsgiMessage:
-    first, *lines = head.rstrip(b"\r\n").split(b"\r\n")
-    headers = [(name.lower(), value) for name, _, value in (line.partition(b": ") for line in lines)]
-    return {"type": "http.response.start", "status": int(first.split(b" ", 2)[1]), "headers": headers}

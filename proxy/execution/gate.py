@@ -18,6 +18,10 @@ class Gate(Protocol):
         """Raise RefusalError (503) unless this member owns a task."""
         ...
 
+    def owns(self, task: str) -> bool:
+        """Return whether this member owns a task."""
+        ...
+
     async def admit(self, rollout: Rollout) -> Record | None:
         """Wait until a call that has its turn may be answered; return the record that has answered it already, if any.
 

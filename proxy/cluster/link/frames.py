@@ -18,8 +18,10 @@ from enum import IntEnum
 from hashlib import blake2b, sha256
 from typing import NamedTuple
 
-VERSION = 6
+VERSION = 7
 """Version of the bytes. Members of another version refuse the link."""
+HTTP = 1
+"""The use of a connection that is HTTP after the greeting."""
 NONCE_BYTES = 32
 """Size of a nonce: two links never have the same keys."""
 MAX_FRAME_BYTES = 80 << 20
@@ -78,16 +80,18 @@ class Hello(NamedTuple):
         boot: Its start.
         link: Number of the link among those that this start has opened to its peer; 0 in an answer.
         nonce: Random bytes.
+        use: What the connection is after the greeting: a link, or `HTTP`.
     """
 
     member: int
     boot: int
     link: int
     nonce: bytes
+    use: int = 0
 
     def pack(self) -> bytes:
         """Return the greeting as bytes."""
-        return _HELLO.pack(_MAGIC, VERSION, 0, self.member, self.boot, self.link) + self.nonce
+        return _HELLO.pack(_MAGIC, VERSION, self.use, self.member, self.boot, self.link) + self.nonce
 
     @classmethod
     def unpack(cls, data: bytes) -> "Hello":
@@ -96,12 +100,12 @@ class Hello(NamedTuple):
         Raises:
             LinkError: It is no greeting, or one of another version.
         """
-        magic, version, _, member, boot, link = _HELLO.unpack_from(data)
+        magic, version, use, member, boot, link = _HELLO.unpack_from(data)
         if magic != _MAGIC:
             raise LinkError("the peer is not a member of a Forkpoint cluster")
         if version != VERSION:
             raise LinkError(f"the peer speaks version {version} of the link, and this member {VERSION}")
-        return cls(member, boot, link, data[_HELLO.size :])
+        return cls(member, boot, link, data[_HELLO.size :], use)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +134,17 @@ class LinkKeys:
             return hmac.new(secret, purpose + b"\0" + transcript, sha256).digest()
 
         return cls(derived(b"opener proof"), derived(b"acceptor proof"), derived(b"to acceptor"), derived(b"to opener"))
+
+    def require(self, proof: bytes, acceptor: Hello, expected: tuple[int, int]) -> None:
+        """Check that the acceptor has proven the secret, and is the member and the start that the opener expects.
+
+        Raises:
+            LinkError: It has not, or it is another one.
+        """
+        if not hmac.compare_digest(proof, self.acceptor_proof):
+            raise LinkError("the peer does not have the cluster's secret")
+        if (acceptor.member, acceptor.boot) != expected:
+            raise LinkError("another member answers")
 
 
 class FrameWriter:

@@ -1,13 +1,12 @@
 """The end of a link that opened it: it sends questions, and hands the answers to those that wait for them."""
 
 import asyncio
-import secrets
 
 from typing_extensions import override
 
 from proxy.cluster.link.channels import ChannelEndedError, LinkChannel
 from proxy.cluster.link.connection import LinkConnection
-from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkError, LinkKeys
+from proxy.cluster.link.frames import HELLO_BYTES, PROOF_BYTES, Frame, FrameKind, Hello, LinkKeys
 from proxy.cluster.postgres.database import Peer
 
 
@@ -85,10 +84,7 @@ class Link(LinkConnection):
             return b""
         acceptor = Hello.unpack(bytes(self._greeting[:HELLO_BYTES]))
         keys = LinkKeys.derive(self._secret, self._cluster, self._hello, acceptor)
-        if not secrets.compare_digest(bytes(self._greeting[HELLO_BYTES:size]), keys.acceptor_proof):
-            raise LinkError(f"{self._peer.url} does not have the cluster's secret")
-        if (acceptor.member, acceptor.boot) != (self._peer.number, self._peer.boot):
-            raise LinkError(f"another member than {self._peer.name!r} answers at {self._peer.url}")
+        keys.require(bytes(self._greeting[HELLO_BYTES:size]), acceptor, (self._peer.number, self._peer.boot))
         self._transport.write(keys.opener_proof)
         self._established(keys.to_acceptor, keys.to_opener)
         self.opened.set_result(None)

@@ -14,6 +14,7 @@ from proxy.cluster.link.channels import LinkChannel
 from proxy.cluster.link.connection import LinkConnection
 from proxy.cluster.link.frames import (
     HELLO_BYTES,
+    HTTP,
     NONCE_BYTES,
     PROOF_BYTES,
     Frame,
@@ -39,7 +40,11 @@ The third argument begins a channel, whose first message is the answer then; wha
 
 
 class LinkServer:
-    """Accepts the links of peers and answers their questions."""
+    """Accepts the links of peers and answers their questions.
+
+    Attributes:
+        make_http: Makes the protocol of a peer's HTTP connection, once the application can answer.
+    """
 
     def __init__(self, secret: bytes, membership: Membership, handler: Handler) -> None:
         self.secret, self.membership, self.handler = secret, membership, handler
@@ -48,6 +53,8 @@ class LinkServer:
         # In the order in which they came.
         self._connections: dict[AcceptedLink, None] = {}
         self._latest: dict[int, AcceptedLink] = {}
+        self.make_http: Callable[[Hello], asyncio.Protocol] | None = None
+        self._given: set[asyncio.Transport] = set()
 
     async def listen(self, host: str, port: int) -> int:
         """Accept links; return the port, which is chosen if it is 0.
@@ -73,8 +80,22 @@ class LinkServer:
             self._server.close()
         for connection in tuple(self._connections):
             connection.abort()
+        for transport in self._given:
+            transport.abort()
         self.tasks.cancel()
         await self.tasks.wait()
+
+    def give(self, hello: Hello, transport: asyncio.Transport, rest: bytes) -> None:
+        """Give the application a connection of a peer, with what has come on it."""
+        if self.make_http is None:
+            transport.abort()
+            return
+        protocol = self.make_http(hello)
+        self._given = {each for each in self._given if not each.is_closing()} | {transport}
+        transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        if rest:
+            protocol.data_received(rest)
 
     def admit(self, connection: "AcceptedLink") -> None:
         """Note a connection that has proven nothing yet, and make room for it."""
@@ -140,9 +161,19 @@ class AcceptedLink(LinkConnection):
         if not secrets.compare_digest(bytes(self._greeting[HELLO_BYTES:size]), self._keys.opener_proof):
             raise LinkError("a peer does not have the cluster's secret")
         assert self.hello is not None
+        if self.hello.use == HTTP:
+            self._become_http(self.hello, bytes(self._greeting[size:]))
+            return b""
         self._server.replace(self.hello, self)
         self._established(self._keys.to_opener, self._keys.to_acceptor)
         return bytes(self._greeting[size:])
+
+    def _become_http(self, hello: Hello, rest: bytes) -> None:
+        """Let the application have the connection, whose requests come from a member."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._server.discard(self)
+        self._server.give(hello, self._transport, rest)
 
     @override
     def _got(self, frame: Frame) -> None:

@@ -17,10 +17,11 @@ link.SILENT_S = 60.0
 
 if __name__ == "__main__":
     from proxy.cli.main import main
-    from proxy.cluster import forwarding
+    from proxy.cluster import forwarding, passing
     from proxy.tree import polling
 
     forwarding.PATIENCE_S = 60.0
+    passing.SILENT_S = 60.0
     # Answers beside live processes hold, however long the machine takes from one call to the next.
     polling.AGE_TOLERANCE_S = 600.0
     main()

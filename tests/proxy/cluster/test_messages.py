@@ -30,7 +30,7 @@ from sandboxes.ipc.messages import Done
     "message",
     [
         CallQuestion("t", 3, 9, 7, True, "POST", "/t/t/r/1/x", "a=%20", [], "http", Kind.CALL, b"\0body"),
-        ConfirmQuestion(4),
+        ConfirmQuestion(1, 4),
         CallAnswer(b"HTTP/1.1 200 \r\n\r\n"),
         ElsewhereAnswer(0),
         ConfirmAnswer(waits=False),
@@ -48,7 +48,7 @@ def test_message_comes_back(message: Message) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"[]", b"\x90", encode(ConfirmQuestion(1))[:-1], encode(ConfirmQuestion(1)) + b"\0", encode(Done())]
+    "data", [b"", b"[]", b"\x90", encode(ConfirmQuestion(1, 1))[:-1], encode(ConfirmQuestion(1, 1)) + b"\0", encode(Done())]
 )
 def test_foreign_bytes_are_refused(data: bytes) -> None:
     """What is no message raises."""
