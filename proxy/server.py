@@ -72,8 +72,9 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().set_default_executor(make_threads())
         await super().startup(sockets)
         if self.started:
-            # The connections of other members have limits of their own, and go to no other worker.
-            self._application.serve_peers(partial(self._make_protocol, protocol_for(self._application)))
+            # Connections of other members go to no other worker.
+            peers = protocol_for(self._application, is_limited=False)
+            self._application.serve_peers(partial(self._make_protocol, peers))
         if self._worker is not None and self.started:
             self._worker.open(partial(self._make_protocol, self.config.http_protocol_class))
             return

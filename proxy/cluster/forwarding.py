@@ -6,18 +6,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import LinkChannel
-from proxy.cluster.link.opener import LinkLostError, MemberFailedError
+from proxy.cluster.link.channels import Channel
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import VIEW, Passed, head_of, in_chunks
+from proxy.cluster.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.refusals import RefusalError
 from sandboxes.http_message import end_to_end
-from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.listener import Headers
 from sandboxes.task_owner import start
 
@@ -104,9 +101,7 @@ class Forwarder:
         The agent gets a response with a length when it is whole. Any other one is a stream, which is cut off for the
         agent if it ends early.
         """
-        passed = Passed(
-            owner.view, call.number, task.oldest or call.number, call.is_again, scope.get("scheme", "http"), task.name
-        )
+        passed = self._passed(owner, task, call, scope, Kind.CALL)
         relay = Relay(send, lambda: self._member.ingress.became_stream(task, call))
 
         def give_up() -> None:
@@ -124,7 +119,7 @@ class Forwarder:
         if passing.cancelled():
             return True
         error = passing.exception()
-        if error is not None and not isinstance(error, LinkLostError):
+        if error is not None and not isinstance(error, PeerLostError):
             raise error
         if error is None and relay.elsewhere is None:
             await relay.end()
@@ -138,35 +133,29 @@ class Forwarder:
         task.owner = None
         return False
 
-    async def ask(
-        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str, body: bytes
-    ) -> tuple[CallAnswer | None, LinkChannel | None]:
-        """Ask the owner of a task; no answer if it did not take the call.
-
-        Raises:
-            RefusalError: 502, the owner has a defect.
-        """
-        # A stream is in none of the calls that may be sent again.
-        question = CallQuestion(
-            task.name, owner.view, call.number, task.oldest or call.number, call.is_again, scope.get("method", "GET"),
-            scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1"),
-            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
-            scope.get("scheme", "http"), kind, body,
-        )  # fmt: skip
+    async def stream(
+        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str
+    ) -> Channel | None:
+        """Begin a stream with the owner of a task; None if it did not take the call. The caller ends the channel."""
+        head = head_of(scope, self._passed(owner, task, call, scope, kind), None)
         try:
-            answer, channel = await self._member.forward(owner, question)
-        except MemberFailedError as error:
-            raise RefusalError(502, "peer", str(error)) from error
-        except (LinkLostError, MalformedFrameError) as error:
-            log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
+            view, channel = await self._member.passing.stream(owner.peer, head)
+        except PeerLostError as error:
+            log.debug("a stream was not begun", owner=owner.peer.name, error=str(error))
             task.owner = None
-            return None, None
-        if isinstance(answer, CallAnswer):
-            return answer, channel
-        if answer.view:
-            self._member.adopt(task.name, answer.view)
+            return None
+        if view is None:
+            self._member.ingress.became_stream(task, call)
+            return channel
+        channel.abort()
+        if view:
+            self._member.adopt(task.name, view)
         task.owner = None
-        return None, None
+        return None
+
+    def _passed(self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str) -> Passed:
+        oldest = task.oldest or call.number
+        return Passed(owner.view, call.number, oldest, call.is_again, scope.get("scheme", "http"), kind, task.name)
 
 
 class Relay:

@@ -4,9 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.cluster.forwarding import Relay
-from proxy.cluster.link.opener import LinkLostError
 from proxy.cluster.member import Member
-from proxy.cluster.passing import PEER, head_of
+from proxy.cluster.passing import PEER, PeerLostError, head_of
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
@@ -65,7 +64,7 @@ class OtherMembers:
             relay = Relay(send, lambda: None)
             try:
                 await self._member.passing.request(peer, head_of(scope, None, 0), b"", relay)
-            except LinkLostError as error:
+            except PeerLostError as error:
                 if relay.is_begun:
                     raise
                 refusal = RefusalError(503, "member", f"{error}. Try again.")

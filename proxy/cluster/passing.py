@@ -2,17 +2,20 @@
 
 Theory of operation:
 
-1. A connection to a peer begins with the greeting of `link.frames`, by which both ends prove the secret. Then it is an
+1. A connection to a peer begins with a greeting (`link.greeting`), by which both ends prove the secret. Then it is an
    HTTP connection to the peer's application, and each request on it comes from this member. A connection whose response
    has ended is used again.
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
 3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
-4. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
+4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `Channel`.
+5. What members ask each other is a request too, to the path `ASK`.
+6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
    that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
 """
 
 import asyncio
+import hmac
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -22,8 +25,8 @@ from urllib.parse import quote, unquote
 
 import structlog
 
-from proxy.cluster.link.frames import HELLO_BYTES, HTTP, NONCE_BYTES, PROOF_BYTES, Hello, LinkError, LinkKeys
-from proxy.cluster.link.opener import LinkLostError
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from proxy.http.asgi import Scope
@@ -39,6 +42,8 @@ PASSED, VIEW = b"x-forkpoint-passed", "x-forkpoint-view"
 """Headers: what a member says of a request that it passes on, and the view that a peer without the task knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
+ASK = "/peer"
+"""Path of the questions that members ask each other."""
 PING_S = 0.5
 """Interval at which a peer is asked whether it lives, in seconds."""
 SILENT_S = 2.0
@@ -50,6 +55,10 @@ _CHUNK_BYTES = 1 << 16
 _OWN = frozenset({b"content-length", b"expect", PASSED}) | {name.encode() for name in HOP_BY_HOP}
 
 
+class PeerLostError(RuntimeError):
+    """A peer did not answer, or not to the end. Whether it has taken the request is not known."""
+
+
 class Passed(NamedTuple):
     """What a member says of a request that it passes on.
 
@@ -59,6 +68,7 @@ class Passed(NamedTuple):
         oldest: Number of the oldest call of the task that the ingress may make again.
         is_again: See `WaitingCall`.
         scheme: `http` or `https`, as the agent has used it.
+        kind: What the connection becomes; a `Kind`.
         task: Name of the task.
     """
 
@@ -67,12 +77,13 @@ class Passed(NamedTuple):
     oldest: int
     is_again: bool
     scheme: str
+    kind: str
     task: str
 
     def pack(self) -> bytes:
         """Return the value of the header."""
         numbers = f"{self.view} {self.number} {self.oldest} {self.is_again:d}"
-        return f"{numbers} {self.scheme} {quote(self.task, safe='')}".encode()
+        return f"{numbers} {self.scheme} {self.kind} {quote(self.task, safe='')}".encode()
 
     @classmethod
     def taken_from(cls, scope: Scope) -> Self | None:
@@ -81,8 +92,8 @@ class Passed(NamedTuple):
         if not values:
             return None
         scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
-        view, number, oldest, is_again, scheme, task = values[0].decode().split(" ")
-        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, unquote(task))
+        view, number, oldest, is_again, scheme, kind, task = values[0].decode().split(" ")
+        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, kind, unquote(task))
 
 
 def head_of(scope: Scope, passed: Passed | None, length: int | None) -> bytes:
@@ -95,7 +106,7 @@ def head_of(scope: Scope, passed: Passed | None, length: int | None) -> bytes:
     framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
     said = [] if passed is None else [(PASSED, passed.pack())]
     lines = [b"%b: %b" % header for header in (*headers, framing, *said)]
-    return b"\r\n".join([b"%b %b HTTP/1.1" % (scope["method"].encode(), target), *lines, b"", b""])
+    return b"\r\n".join([b"%b %b HTTP/1.1" % (scope.get("method", "GET").encode(), target), *lines, b"", b""])
 
 
 async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) -> AsyncIterator[bytes]:
@@ -108,6 +119,17 @@ async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) ->
         failed()
         raise
     yield b"0\r\n\r\n"
+
+
+class Kind:
+    """What the connection of a request becomes."""
+
+    CALL = "call"
+    """It gets a response."""
+    SOCKET = "socket"
+    """A WebSocket."""
+    HIJACKED, UPGRADED = "hijacked", "upgraded"
+    """A stream of bytes (Docker), after a request without or with an upgrade."""
 
 
 class PeerConnection:
@@ -164,7 +186,7 @@ class Passing:
         """Pass a request on, and its response to the listener.
 
         Raises:
-            LinkLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
+            PeerLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
                 request is not known.
         """
         to = self._to.setdefault(peer, _Connections())
@@ -179,7 +201,7 @@ class Passing:
             # Of a body in pieces the peer may have left something unread.
             is_whole = isinstance(body, bytes) and len(body) <= _CHUNK_BYTES
         except (OSError, MalformedResponseError, TimeoutError) as error:
-            raise LinkLostError(f"member {peer.name!r} did not answer: {error}") from error
+            raise PeerLostError(f"member {peer.name!r} did not answer: {error}") from error
         finally:
             to.busy.discard(connection)
             if is_whole:
@@ -188,8 +210,55 @@ class Passing:
             else:
                 connection.abort()
 
+    async def ask(self, peer: Peer, question: bytes) -> bytes:
+        """Ask a peer what only members ask.
+
+        Raises:
+            PeerLostError: It does not answer.
+        """
+        head = b"POST %b HTTP/1.1\r\nhost: member\r\ncontent-length: %d\r\n\r\n" % (ASK.encode(), len(question))
+        answer = _Whole()
+        await self.request(peer, head, question, answer)
+        if answer.status != 200:
+            raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
+        return b"".join(answer.parts)
+
+    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, Channel]:
+        """Pass on a request whose body and response are a channel, which the caller ends.
+
+        Returns:
+            The view that the peer knows if it does not have the task, else None; and the channel.
+
+        Raises:
+            PeerLostError: The peer did not answer.
+        """
+        passing: asyncio.Task[None] | None = None
+
+        def cut() -> None:
+            if passing is not None:
+                passing.cancel()
+
+        channel = Channel(cut)
+        answer = _Streamed(channel)
+        passing = self._tasks.spawn("stream to a peer", self._stream(peer, head, channel, answer))
+        try:
+            return await answer.view, channel
+        except BaseException:
+            channel.abort()
+            raise
+
+    async def _stream(self, peer: Peer, head: bytes, channel: Channel, answer: "_Streamed") -> None:
+        try:
+            await self.request(peer, head, in_chunks(channel.outgoing(), lambda: None), answer)
+        except PeerLostError as error:
+            if not answer.view.done():
+                answer.view.set_exception(error)
+        finally:
+            answer.view.cancel()
+            channel.lose()
+
     def close(self) -> None:
-        """Close all connections. Requests on them fail with `LinkLostError`."""
+        """Close all connections. Requests on them fail with `PeerLostError`."""
         self._tasks.cancel()
         for to in self._to.values():
             for connection in (*to.idle, *to.busy):
@@ -207,10 +276,10 @@ class Passing:
         """Connect to a peer, and prove the secret to each other.
 
         Raises:
-            LinkLostError: It cannot be reached.
+            PeerLostError: It cannot be reached.
         """
         member, writer = self._membership, None
-        hello = Hello(member.number, member.boot, 0, secrets.token_bytes(NONCE_BYTES), HTTP)
+        hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
         host, _, port = peer.url.rpartition(":")
         try:
             async with asyncio.timeout(SILENT_S):
@@ -218,13 +287,12 @@ class Passing:
                 writer.write(hello.pack())
                 greeting = await reader.readexactly(HELLO_BYTES + PROOF_BYTES)
                 answered = Hello.unpack(greeting[:HELLO_BYTES])
-                keys = LinkKeys.derive(self._secret, member.cluster, hello, answered)
-                keys.require(greeting[HELLO_BYTES:], answered, (peer.number, peer.boot))
-                writer.write(keys.opener_proof)
-        except (OSError, EOFError, TimeoutError, LinkError) as error:
+                _require(self._secret, member.cluster, hello, greeting, peer)
+                writer.write(proof(self._secret, member.cluster, hello, answered, of_opener=True))
+        except (OSError, EOFError, TimeoutError, GreetingError) as error:
             if writer is not None:
                 writer.transport.abort()
-            raise LinkLostError(f"member {peer.name!r} cannot be reached at {peer.url}: {error}") from error
+            raise PeerLostError(f"member {peer.name!r} cannot be reached at {peer.url}: {error}") from error
         return PeerConnection(reader, writer)
 
     async def _watch(self, peer: Peer, to: _Connections) -> None:
@@ -237,11 +305,11 @@ class Passing:
                     return
                 async with asyncio.timeout(SILENT_S):
                     pinged = await self._connection(peer, to)
-                    await converse(pinged, ping, b"", _Nobody(), silence_s=SILENT_S)
+                    await converse(pinged, ping, b"", _Whole(), silence_s=SILENT_S)
                 pinged.rest()
                 to.idle.append(pinged)
                 pinged = None
-        except (OSError, MalformedResponseError, TimeoutError, LinkLostError) as error:
+        except (OSError, MalformedResponseError, TimeoutError, PeerLostError) as error:
             log.warning("a peer is silent", member=peer.name, reason=str(error))
             for connection in (*to.busy, *to.idle):
                 connection.abort()
@@ -251,11 +319,50 @@ class Passing:
                 pinged.abort()
 
 
-class _Nobody:
-    """Takes the response to a ping, which says that the peer lives."""
+def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: Peer) -> None:
+    """Check that a peer has proven the secret, and that it is the start of the member that is meant.
 
-    async def head(self, status: int, headers: Headers) -> None:
-        pass
+    Raises:
+        GreetingError: It has not, or is another one.
+    """
+    answered = Hello.unpack(greeting[:HELLO_BYTES])
+    expected = proof(secret, cluster, hello, answered, of_opener=False)
+    if not hmac.compare_digest(greeting[HELLO_BYTES:], expected):
+        raise GreetingError("it does not have the cluster's secret")
+    if (answered.member, answered.boot) != (peer.number, peer.boot):
+        raise GreetingError("another member answers")
+
+
+class _Whole:
+    """Takes a short response whole."""
+
+    def __init__(self) -> None:
+        self.status, self.parts = 0, list[bytes]()
+
+    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - see `Listener`
+        self.status = status
 
     async def data(self, chunk: bytes) -> None:
-        pass
+        self.parts.append(chunk)
+
+
+class _Streamed:
+    """Takes a response that is a channel."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.view: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+    async def head(self, status: int, headers: Headers) -> None:
+        named = dict(headers)
+        if self.view.done():
+            return
+        if VIEW in named:
+            self.view.set_result(int(named[VIEW]))
+        elif status == 200:
+            self.view.set_result(None)
+        else:
+            self.view.set_exception(PeerLostError(f"a peer has answered a stream with the status {status}"))
+
+    async def data(self, chunk: bytes) -> None:
+        await self._channel.got(chunk)

@@ -18,16 +18,16 @@ from typing_extensions import override
 from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import LinkChannel
-from proxy.cluster.link.frames import Hello
+from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.listener import PeerListener
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallQuestion, Kind
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import PEER, VIEW, Passed
+from proxy.cluster.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
@@ -37,6 +37,7 @@ from proxy.cluster.streams import (
     head_of,
     never,
     relay_socket,
+    serve_channel,
     serve_hijacked,
 )
 from proxy.compat.endpoints import Stream, StreamTransport
@@ -59,7 +60,7 @@ class ClusterPlane(DataPlane):
     """Answers agents' requests, or lets the owners of their tasks answer them.
 
     Attributes:
-        questions: Answers the questions of peers.
+        listener: Accepts the connections of peers.
     """
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
@@ -67,7 +68,8 @@ class ClusterPlane(DataPlane):
         self._member = member
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
-        self.questions = PeerQuestions(member, secret, self)
+        self._questions = PeerQuestions(member)
+        self.listener = PeerListener(secret, member.database.membership)
         self.others = OtherMembers(member, self._authorise)
         self._is_leaving = False
         engine.lifecycle.at_hang_up.append(self._leave)
@@ -160,6 +162,10 @@ class ClusterPlane(DataPlane):
         if self._is_leaving:
             # The server waits for its connections.
             send = _closing(send)
+        if passed is None and scope["path"] == ASK:
+            answer = await self._questions.answer(await self._body(receive) or b"")
+            await send_response(send, 200, [], answer)
+            return
         if passed is None:
             await super().__call__(scope, receive, send)
             return
@@ -175,11 +181,40 @@ class ClusterPlane(DataPlane):
             lambda: self._member.confirm(peer.member, peer.boot, passed.number),
         )  # fmt: skip
         try:
+            if passed.kind != Kind.CALL:
+                await self._serve_stream(owned, origin, passed.kind, scope, receive, send)
+                return
             is_answered = await self._answer_here(owned, origin, scope, receive, send)
         finally:
             origin.is_over = True
         if not is_answered:
             await _send_elsewhere(send, 0)
+
+    async def _serve_stream(
+        self, owned: Owned, origin: Origin, kind: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve a connection that a peer has passed on as a channel."""
+        if not origin.is_current():
+            await _send_elsewhere(send, 0)
+            return
+        # From here on its ingress may wait for younger calls only.
+        origin.is_current = lambda: True
+        ORIGIN.set(origin)
+        channel = Channel()
+        with owned.cutting(channel.abort):
+            await serve_channel(receive, send, channel, partial(self._converse_peer, owned, kind, scope, channel))
+
+    async def _converse_peer(self, owned: Owned, kind: str, scope: Scope, channel: Channel) -> None:
+        if kind == Kind.SOCKET:
+            socket = PeerSocket(owned, channel)
+            offered = (value.decode("latin-1") for name, value in scope["headers"] if name == b"sec-websocket-protocol")
+            subprotocols = [name.strip() for each in offered for name in each.split(",")]
+            socket_scope = {**scope, "type": "websocket", "subprotocols": subprotocols}
+            await super().__call__(socket_scope, socket.receive, socket.send)
+            return
+        body = await channel.receive()
+        if body is not None:
+            await serve_hijacked(channel, partial(self._open_stream, scope, body, kind == Kind.UPGRADED))
 
     async def _view_of(self, task: str, view: int) -> int:
         """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
@@ -194,7 +229,7 @@ class ClusterPlane(DataPlane):
     @override
     def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
         """Answer requests that peers pass on; `make` makes the protocol of a connection, given its state."""
-        self.questions.server.make_http = lambda hello: make(**{PEER: hello})
+        self.listener.make_http = lambda hello: make(**{PEER: hello})
 
     def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
         """Return what the code that answers an own agent's call works for."""
@@ -248,10 +283,9 @@ class ClusterPlane(DataPlane):
                 return True
 
             async def away(owner: Ownership) -> bool:
-                _, channel = await self._forwarder.ask(owner, task, call, scope, Kind.SOCKET, b"")
+                channel = await self._forwarder.stream(owner, task, call, scope, Kind.SOCKET)
                 if channel is None:
                     return False
-                self._member.ingress.became_stream(task, call)
                 await receive()
                 await relay_socket(channel, receive, send)
                 return True
@@ -273,10 +307,10 @@ class ClusterPlane(DataPlane):
             return True
 
         async def away(owner: Ownership) -> bool:
-            _, channel = await self._forwarder.ask(owner, task, call, scope, kind, body)
+            channel = await self._forwarder.stream(owner, task, call, scope, kind)
             if channel is None:
                 return False
-            self._member.ingress.became_stream(task, call)
+            channel.write(body)
             await connection.relay(channel)
             return True
 
@@ -318,18 +352,6 @@ class ClusterPlane(DataPlane):
         await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
         return b"".join(parts)
 
-    # -- streams of peers: see `PeerPlane` ----------------------------------------------------------------------------
-
-    async def converse_peer(self, question: CallQuestion, owned: Owned, channel: LinkChannel) -> None:
-        """Serve a connection that a peer has passed on."""
-        scope = question.scope()
-        if question.kind == Kind.SOCKET:
-            socket = PeerSocket(owned, channel)
-            await super().__call__(scope, socket.receive, socket.send)
-        else:
-            is_upgraded = question.kind == Kind.UPGRADED
-            await serve_hijacked(channel, partial(self._open_stream, scope, question.body, is_upgraded))
-
     @override
     def known(self, scope: Scope, body: bytes | bytearray) -> None:
         """Return None: the log has each step before its answer is sent, which takes an await."""
@@ -340,8 +362,12 @@ class ClusterPlane(DataPlane):
 
     @override
     def may_stream(self, scope: Scope) -> bool:
-        """Return whether a request may take its connection over; its owner authorises it."""
-        return self._hijacking is not None and self._hijacking.may_stream(scope)
+        """Return whether a request may take its connection over; its owner authorises it.
+
+        One that a peer has passed on is a channel already.
+        """
+        is_passed = any(name == PASSED for name, _ in scope["headers"])
+        return self._hijacking is not None and not is_passed and self._hijacking.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show the members of the cluster, drain one, or move tasks between them."""

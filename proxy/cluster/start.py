@@ -99,7 +99,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def opened() -> None:
         states.open()
-        await plane.questions.server.serve(joined.listener)
+        await plane.listener.serve(joined.listener)
         member.start()
 
     def replaced() -> None:
@@ -108,7 +108,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def closed() -> None:
         await states.aclose()
-        await plane.questions.aclose()
+        plane.listener.close()
         await member.aclose()
 
     member.replaced, member.hands_over = replaced, states.flush

@@ -9,9 +9,10 @@ whole one.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.channels import Channel
 from proxy.cluster.messages import pack_event, unpack_event
 from proxy.cluster.owned import Owned
 from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, StreamTransport
@@ -28,7 +29,7 @@ _DATA, _END = "stream.data", "stream.end"
 class PeerSocket:
     """A WebSocket that a peer has passed on, as an ASGI application sees it."""
 
-    def __init__(self, owned: Owned, channel: LinkChannel) -> None:
+    def __init__(self, owned: Owned, channel: Channel) -> None:
         self._owned, self._channel = owned, channel
         self._is_connected = False
 
@@ -50,8 +51,42 @@ class PeerSocket:
         await self._channel.send(pack_event(message))
 
 
+async def serve_channel(
+    receive: Receive, send: Send, channel: Channel, converse: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Let a request of a peer be a channel, which ends when what converses over it has ended."""
+
+    async def read() -> None:
+        more = True
+        while more:
+            message = await receive()
+            more = message["type"] == "http.request" and bool(message.get("more_body"))
+            await channel.got(message.get("body", b""))
+        channel.lose()
+
+    async def run() -> None:
+        try:
+            # The agent may have disconnected.
+            with suppress(ConnectionError):
+                await converse()
+        finally:
+            channel.close()
+
+    reading, running = start(read()), start(run())
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async for data in channel.outgoing():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        await running
+    finally:
+        for task in (reading, running):
+            task.cancel()
+        await asyncio.gather(reading, running, return_exceptions=True)
+
+
 async def serve_hijacked(
-    channel: LinkChannel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
+    channel: Channel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
 ) -> None:
     """Serve a connection without HTTP that a peer has passed on."""
     reads, closed = asyncio.Event(), asyncio.Event()
@@ -93,7 +128,7 @@ async def serve_hijacked(
 # -- at the ingress --------------------------------------------------------------------------------------------------
 
 
-async def relay_socket(channel: LinkChannel, receive: Receive, send: Send) -> None:
+async def relay_socket(channel: Channel, receive: Receive, send: Send) -> None:
     """Pass the events of a WebSocket on, until either side closes it. The agent's first event was read."""
 
     async def feed() -> None:
@@ -180,7 +215,7 @@ class HijackedConnection:
         if self.lost.is_set():
             stream.lose()
 
-    async def relay(self, channel: LinkChannel) -> None:
+    async def relay(self, channel: Channel) -> None:
         """Pass bytes on in both directions, until either side ends."""
         feeding, is_whole = start(self._feed(channel)), False
         try:
@@ -198,7 +233,7 @@ class HijackedConnection:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
 
-    async def _feed(self, channel: LinkChannel) -> None:
+    async def _feed(self, channel: Channel) -> None:
         while not self.lost.is_set():
             self._changed.clear()
             while self._held:

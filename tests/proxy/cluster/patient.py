@@ -6,14 +6,12 @@ for the end of a lease.
 
 import os
 
-from proxy.cluster.link import connection as link
 from proxy.cluster.postgres import connection as database
 from proxy.cluster.postgres import joining
 
 # Before the modules that import these values.
 joining.LEASE_S = float(os.environ.get("TESTS_LEASE_S", "60"))
 database.PATIENCE_S = 30.0
-link.SILENT_S = 60.0
 
 if __name__ == "__main__":
     from proxy.cli.main import main

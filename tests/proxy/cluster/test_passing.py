@@ -7,12 +7,11 @@ from typing import Any, cast
 import pytest
 
 from proxy.cluster import passing
-from proxy.cluster.link.frames import HTTP, Hello
-from proxy.cluster.link.opener import LinkLostError
-from proxy.cluster.passing import PASSED, Passed, Passing, head_of, in_chunks
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
 from proxy.http.asgi import Scope
 from sandboxes.listener import Headers
-from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, echo, serving
+from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting
 
 SCOPE: Scope = {
     "type": "http", "method": "POST", "raw_path": b"/t/a%20b", "query_string": b"q=1", "scheme": "http",
@@ -65,19 +64,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Application]:
 
 async def ask(own: Passing, peer: Any, body: bytes | AsyncIterator[bytes], length: int | None) -> Response:
     response = Response()
-    await own.request(peer, head_of(SCOPE, Passed(3, 4, 2, True, "http", "a b/c"), length), body, response)
+    await own.request(peer, head_of(SCOPE, Passed(3, 4, 2, True, "http", Kind.CALL, "a b/c"), length), body, response)
     return response
 
 
 def test_one_header_is_added() -> None:
     """Those of the connection go, and what an agent says in the name of a member does."""
-    lines = head_of(SCOPE, Passed(3, 4, 2, True, "https", "a b/\u00e9"), 9).split(b"\r\n")
+    lines = head_of(SCOPE, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9"), 9).split(b"\r\n")
     assert lines == [
         b"POST /t/a%20b?q=1 HTTP/1.1", b"host: x", b"authorization: Bearer t", b"content-length: 9",
-        PASSED + b": 3 4 2 1 https a%20b%2F%C3%A9", b"", b"",
+        PASSED + b": 3 4 2 1 https socket a%20b%2F%C3%A9", b"", b"",
     ]  # fmt: skip
     scope: Scope = {"headers": [(b"host", b"x"), (PASSED, lines[4].partition(b": ")[2])]}
-    assert Passed.taken_from(scope) == Passed(3, 4, 2, True, "https", "a b/\u00e9")
+    assert Passed.taken_from(scope) == Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9")
     assert scope["headers"] == [(b"host", b"x")]
     assert Passed.taken_from(scope) is None
 
@@ -90,13 +89,12 @@ def test_a_connection_is_used_again(made: list[Application]) -> None:
         yield b"end"
 
     async def go() -> None:
-        async with serving(echo) as (server, peer):
-            server.make_http = Application
+        async with accepting(Application) as peer:
             own = Passing(SECRET, ASKER)
             first = await ask(own, peer, b"123456end", 9)
             assert (first.status, first.body.endswith(b"\r\n\r\n123456end")) == (200, True)
             await ask(own, peer, b"123456end", 9)
-            assert [(each.hello.member, each.hello.boot, each.hello.use) for each in made] == [(1, 7, HTTP)]
+            assert [(each.hello.member, each.hello.boot) for each in made] == [(1, 7)]
             streamed = await ask(own, peer, in_chunks(pieces(), lambda: None), None)
             assert streamed.body.endswith(b"3\r\nabc\r\n3\r\nend\r\n0\r\n\r\n")
             own.close()
@@ -108,12 +106,11 @@ def test_the_secret_is_proven_first(made: list[Application]) -> None:
     """In both directions, and by the very start of the member that is meant."""
 
     async def go() -> None:
-        async with serving(echo) as (server, peer):
-            server.make_http = Application
+        async with accepting(Application) as peer:
             for secret, to in ((b"another secret", peer), (SECRET, peer._replace(boot=ANSWERER.boot + 1))):
-                with pytest.raises(LinkLostError):
+                with pytest.raises(PeerLostError):
                     await ask(Passing(secret, ASKER), to, b"", 0)
-        with pytest.raises(LinkLostError):
+        with pytest.raises(PeerLostError):
             await ask(Passing(SECRET, ASKER), peer, b"", 0)
 
     asyncio.run(go())
@@ -129,11 +126,45 @@ def test_a_silent_peer_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> No
         yield b"hang"
 
     async def go() -> None:
-        async with serving(echo) as (server, peer):
-            server.make_http = Application
+        async with accepting(Application) as peer:
             own = Passing(SECRET, ASKER)
-            with pytest.raises(LinkLostError):
+            with pytest.raises(PeerLostError):
                 await ask(own, peer, in_chunks(hang(), lambda: None), None)
             own.close()
+
+    asyncio.run(go())
+
+
+def test_a_stream_goes_both_ways() -> None:
+    """Over one request; a peer without the task says which view it knows."""
+
+    class Streams(Application):
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+        def data_received(self, data: bytes) -> None:
+            if not self.data:
+                self.transport.write(self.head)
+            self.data += data
+            if self.data.endswith(b"hello\r\n"):
+                answer = (5).to_bytes(4) + b"world"
+                self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer))
+
+    class Elsewhere(Streams):
+        head = b"HTTP/1.1 421 Misdirected\r\nx-forkpoint-view: 9\r\ncontent-length: 0\r\n\r\n"
+
+    async def go() -> None:
+        own, head = Passing(SECRET, ASKER), head_of(SCOPE, None, None)
+        async with accepting(Streams) as peer:
+            view, channel = await own.stream(peer, head)
+            await channel.send(b"hello")
+            assert (view, await channel.receive(), await channel.receive()) == (None, b"world", None)
+            channel.abort()
+        async with accepting(Elsewhere) as peer:
+            view, channel = await own.stream(peer, head)
+            channel.abort()
+            assert view == 9
+        with pytest.raises(PeerLostError):
+            await own.stream(peer, head)
+        own.close()
 
     asyncio.run(go())

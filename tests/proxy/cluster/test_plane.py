@@ -8,17 +8,17 @@ from typing import Any, cast
 import pytest
 
 from proxy.cluster.ingress import Ingress, TaskIngress
-from proxy.cluster.link.frames import Hello
+from proxy.cluster.link.greeting import Hello
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import PASSED, PEER, VIEW, Passed
+from proxy.cluster.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.refusals import RefusalError
 
-HELLO = Hello(2, 6, 0, b"n")
+HELLO = Hello(2, 6, b"n")
 
 
 async def never() -> AsgiMessage:
@@ -74,7 +74,7 @@ class Owner:
         async def send(message: AsgiMessage) -> None:
             sent.append(message)
 
-        header = (PASSED, Passed(view, number, oldest, False, "https", "t").pack())
+        header = (PASSED, Passed(view, number, oldest, False, "https", Kind.CALL, "t").pack())
         scope = {"type": "http", "path": "/t/t/r/1/x", "headers": [header], "state": {PEER: HELLO}}
         await self.plane(scope, never, send)
         assert scope["scheme"] == "https"
@@ -174,3 +174,33 @@ def test_the_same_request_after_a_refusal_is_the_same_call() -> None:
     assert numbered(ingress, task, b"b") == (5, False)
     assert numbered(ingress, task, b"a") == (6, False)
     assert (task.oldest, task.unanswered) == (0, {})
+
+
+def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent cannot: its connection has proven nothing."""
+
+    async def ask(state: dict[str, Any]) -> list[AsgiMessage]:
+        sent: list[AsgiMessage] = []
+
+        async def send(message: AsgiMessage) -> None:
+            sent.append(message)
+
+        async def receive() -> AsgiMessage:
+            return {"type": "http.request", "body": b"question"}
+
+        owner = Owner(monkeypatch)
+        owner.plane.engine = cast("Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100), access=None))
+        owner.plane._addressing, owner.plane._questions = cast("Any", None), cast("Any", Questions())
+        monkeypatch.setattr(DataPlane, "__call__", ordinary)
+        await owner.plane({"type": "http", "path": ASK, "headers": [], "state": state}, receive, send)
+        return sent
+
+    async def ordinary(_plane: DataPlane, _scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+
+    class Questions:
+        async def answer(self, content: bytes) -> bytes:
+            return b"answer to " + content
+
+    assert asyncio.run(ask({PEER: HELLO}))[1]["body"] == b"answer to question"
+    assert asyncio.run(ask({}))[0]["status"] == 404
