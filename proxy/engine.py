@@ -164,14 +164,14 @@ class Engine:
 
     def has(self, task: str) -> bool:
         """Return whether this proxy shows a task: in a cluster its store may have what others own now."""
-        return self.gate is None or self.gate.owns(task)
+        return self.gate is None or task in self.gate.owned
 
     def pin(self, tree: Tree, node: Node, *, on: bool) -> None:
         """Keep the snapshot of a node from being evicted, or let it be evicted again."""
         node.pinned = on
         self.store.records.save_node(node)
         if self.gate is not None:
-            self.gate.changed(tree, [node])
+            self.gate.edits.changed(tree, [node])
 
     async def open(self) -> None:
         """Read back what earlier processes left, remove what a kill left half-done, and start the background work.

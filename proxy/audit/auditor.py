@@ -166,7 +166,7 @@ class Auditor:
         value = masks.model_dump_json()
         self._store.audits.put_masks(task, value)
         if self._gate is not None:
-            self._gate.masked(task, value)
+            self._gate.edits.masked(task, value)
 
     async def _run(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
         try:

@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import PeerChannel
+from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -135,7 +135,7 @@ class Forwarder:
 
     async def stream(
         self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str
-    ) -> Channel | None:
+    ) -> PeerChannel | None:
         """Begin a stream with the owner of a task; None if it did not take the call. The caller ends the channel."""
         head = head_of(scope, self._passed(owner, task, call, scope, kind), None)
         try:

@@ -2,21 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
-from proxy.cluster.lines import Deleted, Forgotten, Kept, Line
+from proxy.cluster.edits import ClusterEdits, tree_lines
+from proxy.cluster.lines import Deleted, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, FindingCopy, MasksCopy, NodeCopy, NoteCopy, copy_of
+from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree
 
-IMPORTED_ROW = 200
-"""Most records of an import in one row of the log: as many are read from the store while calls wait."""
+if TYPE_CHECKING:
+    from proxy.storage.copies import TreeCopy
 
 
 class StaleCallError(RefusalError):
@@ -31,6 +33,7 @@ class ClusterGate:
 
     Attributes:
         owned: The tasks that this member owns, by name.
+        edits: Writes what people change of them.
         number: Number of this member.
         stepped: Called with the tree and the node that a rollout has come to, if the store lacks its state.
     """
@@ -38,6 +41,7 @@ class ClusterGate:
     def __init__(self, number: int) -> None:
         self.number = number
         self.owned: dict[str, Owned] = {}
+        self.edits = ClusterEdits(self.owned, self.owned_tree)
         self.stepped: Callable[[Tree, Node], None] = lambda _tree, _node: None
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
@@ -45,7 +49,7 @@ class ClusterGate:
 
     def attach(self, copies: CopyStore, trees: TreeStore) -> None:
         """Take the parts of the store, which is created after the gate."""
-        self._copies, self._trees = copies, trees
+        self._copies, self._trees, self.edits.copies = copies, trees, copies
 
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
 
@@ -57,10 +61,6 @@ class ClusterGate:
         """
         if task not in self.owned:
             raise DroppedError(task)
-
-    def owns(self, task: str) -> bool:
-        """Return whether this member owns a task."""
-        return task in self.owned
 
     async def admit(self, rollout: Rollout) -> Record | None:
         """Wait until a call may be answered; return the record that has answered it already, if it was made before.
@@ -155,38 +155,9 @@ class ClusterGate:
     def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
         copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
-        self._note_tree(tree, [copy])
-
-    def changed(self, tree: Tree, nodes: Iterable[Node]) -> None:
-        """Write to the log what people have changed of nodes."""
-        self._note_tree(tree, [NodeCopy(node.id, node.diverged, node.pinned) for node in nodes])
-
-    def forgot(self, tree: Tree, nodes: Iterable[Node], records: Iterable[Record]) -> None:
-        """Write to the log that nodes and records were deleted."""
-        self._note_tree(tree, [Forgotten([node.id for node in nodes], [record.id for record in records])])
-
-    def masked(self, task: str, masks: str) -> None:
-        """Write the noise masks of a task to the log."""
-        self._note(task, [MasksCopy(task, masks)])
-
-    async def importing(self, task: str, tree: int) -> None:
-        """Write the records of a tree to the log. They count when the tree is there too."""
-        assert self._copies is not None
-        self.require(task)
-        owned, last = self.owned[task], -1
-        while records := self._copies.records(tree, last, IMPORTED_ROW):
-            last = records[-1].record
-            await asyncio.shield(owned.write(records))
-
-    def imported(self, task: str, tree: Tree, replaced: int | None) -> None:
-        """Write to the log that a task has got a tree, after its records."""
-        assert self._copies is not None
-        self._tasks_of[tree.id] = task
-        owned = self.owned.get(task)
+        owned = self.owned_tree(tree.id)
         if owned is not None:
-            gone = [] if replaced is None else [Forgotten([replaced], [])]
-            owned.note([*gone, *self._tree_lines(owned, tree), *self._copies.pinned(tree.id)])
-        self.task_put(task)
+            owned.note([copy])
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
         """Let the log have a record, at the latest with the first step by it."""
@@ -231,22 +202,9 @@ class ClusterGate:
         if owned is not None:
             owned.note(lines)
 
-    def _note_tree(self, tree: Tree, lines: Sequence[Line]) -> None:
-        owned = self.owned_tree(tree.id)
-        if owned is not None and lines:
-            owned.note(lines)
-
-    def _tree_lines(self, owned: Owned, tree: Tree) -> list[Line]:
-        """Return the line of a tree if the log lacks it, or has it without the digest of its root state."""
+    def _tree_lines(self, owned: Owned, tree: Tree) -> "list[TreeCopy]":
         assert self._copies is not None
-        digest = None if tree.root.state is None else tree.root.state.exact
-        if tree.id in owned.trees and owned.trees[tree.id] == digest:
-            return []
-        copy = self._copies.tree(tree.id)
-        if copy is None:
-            return []
-        owned.trees[tree.id] = digest
-        return [copy]
+        return tree_lines(self._copies, owned, tree)
 
 
 async def _confirm(rollout: Rollout, origin: Origin) -> int:

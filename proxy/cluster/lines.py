@@ -48,7 +48,7 @@ class Unkept(NamedTuple):
     node: int
 
 
-class Forgotten(NamedTuple):
+class ForgottenRows(NamedTuple):
     """Nodes and records were deleted for good. A tree whose root is among them has gone.
 
     Attributes:
@@ -64,14 +64,14 @@ class Deleted(NamedTuple):
     """The task was deleted: all lines before this one say nothing any more."""
 
 
-Line = Copy | Forgotten | Deleted | Stepped | Ended | Kept | Unkept
+Line = Copy | ForgottenRows | Deleted | Stepped | Ended | Kept | Unkept
 """A line. The position and the call of a `Stepped` are parts of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
-    "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy, "forgotten": Forgotten, "deleted": Deleted,
+    "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy, "forgotten": ForgottenRows, "deleted": Deleted,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -19,6 +19,7 @@ import structlog
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
+from proxy.cluster.link.passing import Passing, PeerLostError
 from proxy.cluster.messages import (
     ConfirmAnswer,
     ConfirmQuestion,
@@ -30,7 +31,6 @@ from proxy.cluster.messages import (
     unpack,
 )
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import Passing, PeerLostError
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from proxy.cluster.forwarding import Relay
+from proxy.cluster.link.passing import PEER, PeerLostError, head_of
 from proxy.cluster.member import Member
-from proxy.cluster.passing import PEER, PeerLostError, head_of
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of

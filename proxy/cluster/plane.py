@@ -18,16 +18,16 @@ from typing_extensions import override
 from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
+from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
@@ -101,7 +101,7 @@ class ClusterPlane(DataPlane):
             elif scope["type"] == "websocket":
                 await self._converse_anywhere(task, scope, receive, send)
             elif _UPLOADS.fullmatch(scope["path"]):
-                await self._answer(task, scope, Upload(receive), receive, send)
+                await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
                 body = await self._body(receive)
                 if body is not None:
@@ -130,7 +130,7 @@ class ClusterPlane(DataPlane):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, named: NamedTask, scope: Scope, body: "bytes | Upload", receive: Receive, send: Send
+        self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
     ) -> None:
         """Answer a request here or elsewhere.
 
@@ -138,22 +138,22 @@ class ClusterPlane(DataPlane):
             RefusalError: 503, no owner could be found or reached for a while.
         """
         task = self._member.ingress.task(named.name)
-        is_upload = isinstance(body, Upload)
-        digest = b"" if isinstance(body, Upload) else _digest(scope, body)
+        is_upload = isinstance(body, PassedUpload)
+        digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
         watched = None if is_upload else receive
         with self._member.ingress.calling(task, watched, named.rollout, digest) as call:
 
             async def here(owned: Owned) -> bool:
-                incoming = body.receive() if isinstance(body, Upload) else _replaying(body, receive)
+                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
                 return await self._answer_here(owned, self._origin(task, call), scope, incoming, send)
 
             async def away(owner: Ownership) -> bool:
-                sent = body.pieces() if isinstance(body, Upload) else body
+                sent = body.pieces() if isinstance(body, PassedUpload) else body
                 return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, send)
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
-                incoming = body.receive() if isinstance(body, Upload) else _replaying(body, receive)
+                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
                 await super().__call__(scope, incoming, send)
 
     async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,11 +200,11 @@ class ClusterPlane(DataPlane):
         # From here on its ingress may wait for younger calls only.
         origin.is_current = lambda: True
         ORIGIN.set(origin)
-        channel = Channel()
+        channel = PeerChannel()
         with owned.cutting(channel.abort):
             await serve_channel(receive, send, channel, partial(self._converse_peer, owned, kind, scope, channel))
 
-    async def _converse_peer(self, owned: Owned, kind: str, scope: Scope, channel: Channel) -> None:
+    async def _converse_peer(self, owned: Owned, kind: str, scope: Scope, channel: PeerChannel) -> None:
         if kind == Kind.SOCKET:
             socket = PeerSocket(owned, channel)
             offered = (value.decode("latin-1") for name, value in scope["headers"] if name == b"sec-websocket-protocol")
@@ -394,7 +394,7 @@ class ClusterPlane(DataPlane):
         await send_problem(scope, receive, send, problem)
 
 
-class Upload:
+class PassedUpload:
     """The body of a request that is passed on as it comes, once."""
 
     def __init__(self, receive: Receive) -> None:

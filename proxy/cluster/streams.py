@@ -12,7 +12,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.messages import pack_event, unpack_event
 from proxy.cluster.owned import Owned
 from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, StreamTransport
@@ -29,7 +29,7 @@ _DATA, _END = "stream.data", "stream.end"
 class PeerSocket:
     """A WebSocket that a peer has passed on, as an ASGI application sees it."""
 
-    def __init__(self, owned: Owned, channel: Channel) -> None:
+    def __init__(self, owned: Owned, channel: PeerChannel) -> None:
         self._owned, self._channel = owned, channel
         self._is_connected = False
 
@@ -52,7 +52,7 @@ class PeerSocket:
 
 
 async def serve_channel(
-    receive: Receive, send: Send, channel: Channel, converse: Callable[[], Coroutine[Any, Any, None]]
+    receive: Receive, send: Send, channel: PeerChannel, converse: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
     """Let a request of a peer be a channel, which ends when what converses over it has ended."""
 
@@ -86,7 +86,7 @@ async def serve_channel(
 
 
 async def serve_hijacked(
-    channel: Channel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
+    channel: PeerChannel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
 ) -> None:
     """Serve a connection without HTTP that a peer has passed on."""
     reads, closed = asyncio.Event(), asyncio.Event()
@@ -128,7 +128,7 @@ async def serve_hijacked(
 # -- at the ingress --------------------------------------------------------------------------------------------------
 
 
-async def relay_socket(channel: Channel, receive: Receive, send: Send) -> None:
+async def relay_socket(channel: PeerChannel, receive: Receive, send: Send) -> None:
     """Pass the events of a WebSocket on, until either side closes it. The agent's first event was read."""
 
     async def feed() -> None:
@@ -215,7 +215,7 @@ class HijackedConnection:
         if self.lost.is_set():
             stream.lose()
 
-    async def relay(self, channel: Channel) -> None:
+    async def relay(self, channel: PeerChannel) -> None:
         """Pass bytes on in both directions, until either side ends."""
         feeding, is_whole = start(self._feed(channel)), False
         try:
@@ -233,7 +233,7 @@ class HijackedConnection:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
 
-    async def _feed(self, channel: Channel) -> None:
+    async def _feed(self, channel: PeerChannel) -> None:
         while not self.lost.is_set():
             self._changed.clear()
             while self._held:

@@ -6,7 +6,7 @@ from hashlib import sha256
 from itertools import chain
 from typing import NamedTuple
 
-from proxy.cluster.lines import Deleted, Forgotten, Kept, Line, Unkept, decode, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage.copies import (
@@ -100,7 +100,7 @@ class TaskLogReading:
                 self._take_rollout(line)
             case Kept() | Unkept() | Deleted():
                 self._take_state(line)
-            case NodeCopy() | MasksCopy() | Forgotten():
+            case NodeCopy() | MasksCopy() | ForgottenRows():
                 self._take_change(line)
 
     def _take_rollout(self, line: RolloutCopy | NoteCopy | Stepped | Ended) -> None:
@@ -116,7 +116,7 @@ class TaskLogReading:
                 self.rollouts.pop(line.rollout, None)
                 self.steps.take(line)
 
-    def _take_change(self, line: NodeCopy | MasksCopy | Forgotten) -> None:
+    def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
         """Take what people have changed."""
         if isinstance(line, NodeCopy):
             self.nodes[line.node] = line
@@ -125,7 +125,7 @@ class TaskLogReading:
         else:
             self._forget(line)
 
-    def _forget(self, line: Forgotten) -> None:
+    def _forget(self, line: ForgottenRows) -> None:
         for known, gone in zip(self.forgotten, line, strict=True):
             known.update(gone)
         for node in line.nodes:
@@ -156,7 +156,7 @@ class TaskLogReading:
         yield from self.nodes.values()
         yield from () if self.masks is None else (self.masks,)
         if any(self.forgotten):
-            yield Forgotten(*map(sorted, self.forgotten))
+            yield ForgottenRows(*map(sorted, self.forgotten))
         yield from self.steps.lines()
         yield from self.kept.values()
 

@@ -78,7 +78,7 @@ class Forgetting:
             aside = tree.set_aside(node.origin, FORGOTTEN)
             self._store.records.save_set_aside(aside)
             if self._gate is not None:
-                self._gate.changed(tree, aside)
+                self._gate.edits.changed(tree, aside)
             # 2. Everything below goes now, except for the paths to the nodes where rollouts are. Their sandboxes can be
             # restored along these paths, also after a restart.
             await self._delete_but_paths(tree, node, {rollout.node for rollout in staying})
@@ -189,7 +189,7 @@ class Forgetting:
         nodes, records = tree.forget(node)
         self._store.records.forget(nodes, records)
         if self._gate is not None:
-            self._gate.forgot(tree, nodes, records)
+            self._gate.edits.forgot(tree, nodes, records)
         for deleted in nodes:
             # Snapshots after the store: after a kill in between, `SnapshotCache.reattach` drops those of missing
             # nodes.

@@ -111,7 +111,7 @@ class Adopter:
         RefusalError (409) if the task has no room for the tree any more.
         """
         if self._gate is not None:
-            await self._gate.importing(name, draft.tree)
+            await self._gate.edits.importing(name, draft.tree)
         instead = await self.require_room(name, spec, key, beside=beside)
         empty = None if instead is None else self._store.copies.tree(instead)
         if self._gate is not None:
@@ -121,7 +121,7 @@ class Adopter:
         self._store.drafts.publish(draft, name, key, spec, instead=instead)
         tree = self._put(name, spec, key, instead, beside=beside)
         if self._gate is not None:
-            self._gate.imported(name, tree, None if empty is None else empty.root)
+            self._gate.edits.imported(name, tree, None if empty is None else empty.root)
         return tree
 
     def _put(self, name: str, spec: EnvironmentSpec, key: str, instead: int | None, *, beside: bool) -> Tree:

@@ -22,7 +22,7 @@ class ChannelEndedError(ConnectionError):
     """The peer, or the end of the connection, has ended the channel."""
 
 
-class Channel:
+class PeerChannel:
     """One end of a channel.
 
     Attributes:

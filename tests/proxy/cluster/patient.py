@@ -15,7 +15,8 @@ database.PATIENCE_S = 30.0
 
 if __name__ == "__main__":
     from proxy.cli.main import main
-    from proxy.cluster import forwarding, passing
+    from proxy.cluster import forwarding
+    from proxy.cluster.link import passing
     from proxy.tree import polling
 
     forwarding.PATIENCE_S = 60.0

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.cluster.lines import Deleted, Forgotten, Line, LogError, decode, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Line, LogError, decode, encode
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.storage.copies import (
     FindingCopy,
@@ -31,7 +31,7 @@ VALUES = {
 }  # fmt: skip
 KINDS: tuple[type[Line], ...] = (
     TaskCopy, TreeCopy, RecordCopy, FindingCopy, RolloutCopy, NoteCopy, Stepped, Ended, Deleted,
-    NodeCopy, MasksCopy, Forgotten,
+    NodeCopy, MasksCopy, ForgottenRows,
 )  # fmt: skip
 
 

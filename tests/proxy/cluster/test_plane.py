@@ -9,9 +9,9 @@ import pytest
 
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
-from proxy.cluster.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane

@@ -5,7 +5,7 @@ from hashlib import sha256
 import pytest
 
 from proxy.cluster import takeover
-from proxy.cluster.lines import Deleted, Forgotten, Kept, Line, Unkept, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
@@ -89,7 +89,7 @@ def test_forgotten_records_answer_no_later_owner() -> None:
     first, second, third = record(1, 10, b"k" * 32, 11), record(2, 11, b"l" * 32, 12), record(3, 10, b"m" * 32, 13)
     pinned, aside = NodeCopy(12, "", True), NodeCopy(13, "it was forgotten", False)
     said: list[Line] = [TREE, first, second, third, pinned, Kept(12, "state", 1), aside, MasksCopy("t", "{}")]
-    rows = [LogRow(1, 1, encode(said)), LogRow(2, 1, encode([Forgotten([11, 12], [1, 2])]))]
+    rows = [LogRow(1, 1, encode(said)), LogRow(2, 1, encode([ForgottenRows([11, 12], [1, 2])]))]
     reading = read_log(rows)
     assert reading.copies() == [TREE, third, aside, MasksCopy("t", "{}")]
     assert reading.kept == {}
@@ -103,7 +103,7 @@ def test_records_of_an_import_count_with_its_tree() -> None:
     began: list[Line] = [TASK, TREE, one._replace(tree=2), two._replace(tree=2)]
     assert read_log([LogRow(1, 1, encode(began))]).copies() == [TASK, TREE]
     tree = TREE._replace(tree=2, root=20)
-    ended: list[Line] = [Forgotten([TREE.root], []), tree]
+    ended: list[Line] = [ForgottenRows([TREE.root], []), tree]
     copies = read_log([LogRow(1, 1, encode(began)), LogRow(2, 1, encode(ended))]).copies()
     # The second one leads back to the root, which is there without it.
     led_back = two._replace(tree=2, is_first=False, exact=None, content=None)

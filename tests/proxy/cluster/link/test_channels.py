@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from proxy.cluster.link.channels import MAX_MESSAGE_BYTES, WINDOW_BYTES, Channel, ChannelEndedError
+from proxy.cluster.link.channels import MAX_MESSAGE_BYTES, WINDOW_BYTES, ChannelEndedError, PeerChannel
 
 
-async def carry(one: Channel, other: Channel, piece: int) -> None:
+async def carry(one: PeerChannel, other: PeerChannel, piece: int) -> None:
     """Carry what one end sends to the other one, in pieces of some size."""
     async for data in one.outgoing():
         for at in range(0, len(data), piece):
@@ -16,9 +16,9 @@ async def carry(one: Channel, other: Channel, piece: int) -> None:
     other.lose()
 
 
-def running(test: Callable[[Channel, Channel], Awaitable[None]], piece: int = 1 << 16) -> None:
+def running(test: Callable[[PeerChannel, PeerChannel], Awaitable[None]], piece: int = 1 << 16) -> None:
     async def run() -> None:
-        a, b = Channel(), Channel()
+        a, b = PeerChannel(), PeerChannel()
         carrying = [asyncio.ensure_future(carry(*ends, piece)) for ends in ((a, b), (b, a))]
         async with asyncio.timeout(30):
             await test(a, b)
@@ -33,7 +33,7 @@ def running(test: Callable[[Channel, Channel], Awaitable[None]], piece: int = 1 
 def test_messages_arrive_as_they_were(piece: int) -> None:
     """Small, empty, and in whatever pieces; the end comes behind them."""
 
-    async def test(a: Channel, b: Channel) -> None:
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
         messages = [b"x", b"", bytes(range(256)) * 4, b"last"]
         for message in messages:
             a.write(message)
@@ -49,7 +49,7 @@ def test_messages_arrive_as_they_were(piece: int) -> None:
 def test_reader_that_does_not_read_stops_the_sender() -> None:
     """About a window waits at either end; a message that was read makes room."""
 
-    async def test(a: Channel, b: Channel) -> None:
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
         message, count = bytes(WINDOW_BYTES // 4), 40
 
         async def send() -> None:
@@ -71,7 +71,7 @@ def test_empty_messages_use_up_the_window_too() -> None:
     """A peer could fill the memory of this member with them."""
 
     async def run() -> None:
-        channel = Channel()
+        channel = PeerChannel()
         getting = asyncio.create_task(channel.got(bytes(4) * (WINDOW_BYTES // 50)))
         await asyncio.sleep(0.01)
         assert not getting.done()
@@ -86,7 +86,7 @@ def test_empty_messages_use_up_the_window_too() -> None:
 def test_end_wakes_both_sides(ends: str) -> None:
     """A sender that waits for room and a reader learn that the peer or the connection has gone."""
 
-    async def test(a: Channel, b: Channel) -> None:
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
         sending = asyncio.ensure_future(a.send(bytes(9 * WINDOW_BYTES)))
         reading = asyncio.ensure_future(a.receive())
         await asyncio.sleep(0.01)
@@ -103,7 +103,7 @@ def test_an_end_that_is_given_up_cuts_its_connection() -> None:
     cut: list[int] = []
 
     async def run() -> None:
-        channel = Channel(lambda: cut.append(1))
+        channel = PeerChannel(lambda: cut.append(1))
         channel.write(b"x")
         channel.abort()
         assert [data async for data in channel.outgoing()] == []
@@ -118,6 +118,6 @@ def test_a_huge_message_is_not_waited_for() -> None:
 
     async def run() -> None:
         with pytest.raises(ChannelEndedError):
-            await Channel().got((MAX_MESSAGE_BYTES + 1).to_bytes(4))
+            await PeerChannel().got((MAX_MESSAGE_BYTES + 1).to_bytes(4))
 
     asyncio.run(run())

@@ -6,7 +6,7 @@ import pytest
 
 from proxy.cluster.link import listener
 from proxy.cluster.link.greeting import HELLO_BYTES, PROOF_BYTES, Hello, proof
-from proxy.cluster.passing import Passing
+from proxy.cluster.link.passing import Passing
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting

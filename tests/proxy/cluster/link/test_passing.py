@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import pytest
 
-from proxy.cluster import passing
+from proxy.cluster.link import passing
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
+from proxy.cluster.link.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
 from proxy.http.asgi import Scope
 from sandboxes.listener import Headers
 from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting

@@ -8,7 +8,7 @@ Theory of operation:
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
 3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
-4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `Channel`.
+4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `PeerChannel`.
 5. What members ask each other is a request too, to the path `ASK`.
 6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
    that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 
 import structlog
 
-from proxy.cluster.link.channels import Channel
+from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
@@ -223,7 +223,7 @@ class Passing:
             raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
         return b"".join(answer.parts)
 
-    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, Channel]:
+    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
         """Pass on a request whose body and response are a channel, which the caller ends.
 
         Returns:
@@ -238,7 +238,7 @@ class Passing:
             if passing is not None:
                 passing.cancel()
 
-        channel = Channel(cut)
+        channel = PeerChannel(cut)
         answer = _Streamed(channel)
         passing = self._tasks.spawn("stream to a peer", self._stream(peer, head, channel, answer))
         try:
@@ -247,7 +247,7 @@ class Passing:
             channel.abort()
             raise
 
-    async def _stream(self, peer: Peer, head: bytes, channel: Channel, answer: "_Streamed") -> None:
+    async def _stream(self, peer: Peer, head: bytes, channel: PeerChannel, answer: "_Streamed") -> None:
         try:
             await self.request(peer, head, in_chunks(channel.outgoing(), lambda: None), answer)
         except PeerLostError as error:
@@ -349,7 +349,7 @@ class _Whole:
 class _Streamed:
     """Takes a response that is a channel."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: PeerChannel) -> None:
         self._channel = channel
         self.view: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
 
