@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class StaleCallError(RefusalError):
-    """The link that brought this call has ended: its ingress sends the call again if an agent still waits for it."""
+    """No agent waits for this call any more: its ingress has sent younger ones since."""
 
     def __init__(self) -> None:
-        super().__init__(503, "stale-call", "the link that brought this call has ended. Try again.")
+        super().__init__(503, "stale-call", "younger calls have come since through the same member. Try again.")
 
 
 class ClusterGate:

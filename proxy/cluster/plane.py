@@ -414,9 +414,16 @@ class PassedUpload:
         self._is_begun = True
         return await self._receive()
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body, to its end."""
-        receive, more = self.receive(), True
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Return what yields the body, to its end.
+
+        Raises:
+            RefusalError: See `receive`.
+        """
+        return self._pieces(self.receive())
+
+    async def _pieces(self, receive: Receive) -> AsyncIterator[bytes]:
+        more = True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":

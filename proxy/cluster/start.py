@@ -45,7 +45,7 @@ class Joined:
         dsn: The database.
         secret: What all members share.
         gate: The gate of the engine.
-        listener: Where links are accepted; it listens already.
+        listener: Where peers are accepted; it listens already.
     """
 
     membership: Membership
@@ -177,7 +177,7 @@ def _known(own: Path) -> tuple[str, int] | None:
 
 
 def _listen(link: str, database: str) -> socket.socket:
-    """Listen for links of peers.
+    """Listen for peers.
 
     Raises:
         ClusterError: The address cannot be listened on.
@@ -189,8 +189,7 @@ def _listen(link: str, database: str) -> socket.socket:
         return socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ClusterError(
-            f"links of other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this "
-            "machine."
+            f"other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this machine."
         ) from error
 
 

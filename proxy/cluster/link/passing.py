@@ -189,7 +189,7 @@ class Passing:
             PeerLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
                 request is not known.
         """
-        to = self._to.setdefault(peer, _Connections())
+        to = self._to.get(peer) or self._begin(peer)
         connection = await self._connection(peer, to)
         to.busy.add(connection)
         if not to.is_watched:
@@ -263,6 +263,16 @@ class Passing:
         for to in self._to.values():
             for connection in (*to.idle, *to.busy):
                 connection.abort()
+
+    def _begin(self, peer: Peer) -> _Connections:
+        """Begin to have connections to a start of a peer; those to earlier ones are closed."""
+        for known, to in tuple(self._to.items()):
+            for connection in [each for each in to.idle if not each.is_usable]:
+                connection.abort()
+                to.idle.remove(connection)
+            if not to.idle and not to.busy and not to.is_watched:
+                del self._to[known]
+        return self._to.setdefault(peer, _Connections())
 
     async def _connection(self, peer: Peer, to: _Connections) -> PeerConnection:
         while to.idle:

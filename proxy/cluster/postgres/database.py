@@ -116,7 +116,7 @@ class Peer(NamedTuple):
         number: Its number.
         boot: Its latest start.
         name: Its name.
-        url: Where its links are accepted, `host:port`.
+        url: Where it accepts peers, `host:port`.
         alive: Whether its lease holds.
     """
 
@@ -204,7 +204,7 @@ class ClusterDatabase:
 
         Args:
             name: Name of this member.
-            url: Where this member accepts links, `host:port`.
+            url: Where this member accepts peers, `host:port`.
             known: The cluster and the number that the data directory has; None for a new data directory.
 
         Raises:

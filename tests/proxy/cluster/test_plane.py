@@ -12,7 +12,7 @@ from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
-from proxy.cluster.plane import ClusterPlane
+from proxy.cluster.plane import ClusterPlane, PassedUpload
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -204,3 +204,27 @@ def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.Mon
 
     assert asyncio.run(ask({PEER: HELLO}))[1]["body"] == b"answer to question"
     assert asyncio.run(ask({}))[0]["status"] == 404
+
+
+def test_an_upload_is_read_once() -> None:
+    """It is not held, so another owner cannot get it too. A client that hangs up has not sent all of it."""
+
+    async def read(*messages: AsgiMessage) -> bytes:
+        events = iter(messages)
+
+        async def receive() -> AsgiMessage:
+            return next(events)
+
+        upload = PassedUpload(receive)
+        # Nothing was read, so the next owner may have it.
+        upload.pieces()
+        body = b"".join([piece async for piece in upload.pieces()])
+        with pytest.raises(RefusalError) as refused:
+            upload.pieces()
+        assert refused.value.status == 503
+        return body
+
+    first = {"type": "http.request", "body": b"a", "more_body": True}
+    assert asyncio.run(read(first, {"type": "http.request", "body": b"b"})) == b"ab"
+    with pytest.raises(ConnectionAbortedError):
+        asyncio.run(read(first, {"type": "http.disconnect"}))

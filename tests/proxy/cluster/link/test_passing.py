@@ -11,6 +11,7 @@ from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
 from proxy.http.asgi import Scope
 from sandboxes.listener import Headers
+from tests.machine import until
 from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting
 
 SCOPE: Scope = {
@@ -165,6 +166,24 @@ def test_a_stream_goes_both_ways() -> None:
             assert view == 9
         with pytest.raises(PeerLostError):
             await own.stream(peer, head)
+        own.close()
+
+    asyncio.run(go())
+
+
+def test_connections_to_an_earlier_start_are_closed() -> None:
+    """A peer that starts again and again leaves no descriptors behind."""
+
+    async def go() -> None:
+        own = Passing(SECRET, ASKER)
+        async with accepting(Application) as peer:
+            await ask(own, peer, b"123456end", 9)
+            (kept,) = own._to[peer].idle
+        await until(lambda: not kept.is_usable)
+        own._to[peer].is_watched = False
+        with pytest.raises(PeerLostError):
+            await ask(own, peer._replace(boot=9), b"", 0)
+        assert peer not in own._to
         own.close()
 
     asyncio.run(go())
