@@ -139,10 +139,14 @@ def test_what_people_change_is_in_the_log(tmp_path: Path) -> None:
             one.engine.audit.put_masks(TASK, masks)
             assert last.origin is not None
             await one.engine.forgetting.forget(tree, last.origin.source, end_rollouts=False)
+            await call(one, "c", "echo 9 >> g", 8)
+            gone = task.rollouts["c"].node
+            await one.engine.forgetting.forget(tree, gone, end_rollouts=True)
             await one.owned.settled()
         async with owner(tmp_path, 2, log, BreakableStore()) as two:
             task = await two.engine.tasks.open(TASK)
             assert task.tree.nodes[first.id].pinned
+            assert gone.id not in task.tree.nodes
             assert two.engine.audit.masks(TASK) == masks
             # The rollout that was there goes on alone, and others are not answered from there.
             assert await call(two, "a", "cat f", 5) is Outcome.MISS
