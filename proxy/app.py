@@ -32,6 +32,7 @@ from proxy.workers.supervisor import WorkerFailedError, supervise
 from proxy.workers.worker import Worker
 from sandboxes.driver import Driver
 from sandboxes.linux import oom_score
+from sandboxes.linux.dir_lock import DirLock
 from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
 from snapshots.criu.checkpoints import CriuCheckpointer
 
@@ -95,7 +96,7 @@ def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str
     with listener, ExitStack() as owned:
         try:
             # Before the store is opened, which may upgrade it.
-            owned.enter_context(owning(settings.data))
+            ownership = owned.enter_context(owning(settings.data))
             claim(settings.data, settings.workers)
         except StoreError as error:
             raise StartError(str(error)) from error
@@ -115,7 +116,7 @@ def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str
         if settings.workers == 1:
             _serve(settings, listener)
         else:
-            _supervise(settings, listener)
+            _supervise(settings, listener, ownership)
 
 
 def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = None) -> None:
@@ -144,7 +145,7 @@ def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = 
         raise StartError(application.engine.lifecycle.start_error) from None
 
 
-def _supervise(settings: Settings, listener: socket.socket) -> None:
+def _supervise(settings: Settings, listener: socket.socket, ownership: DirLock) -> None:
     """Serve in as many processes as the settings say.
 
     Raises:
@@ -154,6 +155,8 @@ def _supervise(settings: Settings, listener: socket.socket) -> None:
     def work(number: int, is_serving: Callable[[], None]) -> None:
         structlog.contextvars.bind_contextvars(worker=number)
         own = settings_of(settings, number)
+        # A fork has the lock too. With it, a start after a kill of the parent would fail while a worker still ends.
+        ownership.release()
         try:
             with owning(own.data):
                 _serve(own, listener, Worker.among(settings, number, is_serving))

@@ -162,6 +162,17 @@ class Engine:
         """
         return None if self.access.needs_token else self.settings.names
 
+    def has(self, task: str) -> bool:
+        """Return whether this proxy shows a task: in a cluster its store may have what others own now."""
+        return self.gate is None or task in self.gate.owned
+
+    def pin(self, tree: Tree, node: Node, *, on: bool) -> None:
+        """Keep the snapshot of a node from being evicted, or let it be evicted again."""
+        node.pinned = on
+        self.store.records.save_node(node)
+        if self.gate is not None:
+            self.gate.edits.changed(tree, [node])
+
     async def open(self) -> None:
         """Read back what earlier processes left, remove what a kill left half-done, and start the background work.
 
@@ -397,7 +408,7 @@ def build_engine(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
         share=settings.audit_share, quarantine=settings.audit_quarantine, gate=gate,
     )  # fmt: skip
-    adopter = Adopter(store, journal, tasks, trees, cache)
+    adopter = Adopter(store, journal, tasks, trees, cache, gate)
     last_ways = LastWays(pool, capture, snapshot_value, trees)
     pool.keep = last_ways.keep
     transfer = TransferService(

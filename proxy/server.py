@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from functools import partial
 from typing import cast
 
 import structlog
@@ -12,9 +13,9 @@ from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import HitFirst, protocol_for
 from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
-from proxy.engine import Engine
 from proxy.first_call import first_call
 from proxy.priority import go_first, make_threads, raise_session
+from proxy.workers.views import AllWorkers, Members
 from proxy.workers.worker import Worker
 
 log = structlog.get_logger()
@@ -30,9 +31,12 @@ def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Serv
         application: The application.
         worker: This process among the workers of the proxy; None if it has no others.
     """
-    served = application if worker is None else worker.before(application)
+    # A cluster's members answer together what names no task.
+    others = application.others
+    joined = application if others is None else AllWorkers(application, Members(others), others.paths)
+    served = joined if worker is None else worker.before(joined)
     return _Server(
-        application.engine,
+        application,
         uvicorn.Config(
             report_responses(served),
             loop="uvloop",
@@ -57,9 +61,9 @@ def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Serv
 class _Server(uvicorn.Server):
     """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
-    def __init__(self, engine: Engine, config: uvicorn.Config, worker: Worker | None) -> None:
+    def __init__(self, application: DataPlane, config: uvicorn.Config, worker: Worker | None) -> None:
         super().__init__(config)
-        self._engine, self._worker = engine, worker
+        self._application, self._engine, self._worker = application, application.engine, worker
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # Before the application opens, which starts the first threads and processes.
@@ -67,8 +71,12 @@ class _Server(uvicorn.Server):
         go_first()
         asyncio.get_running_loop().set_default_executor(make_threads())
         await super().startup(sockets)
+        if self.started:
+            # Connections of other members go to no other worker.
+            peers = protocol_for(self._application, is_limited=False)
+            self._application.serve_peers(partial(self._make_protocol, peers))
         if self._worker is not None and self.started:
-            self._worker.open(self._make_protocol)
+            self._worker.open(partial(self._make_protocol, self.config.http_protocol_class))
             return
         for listener in sockets or () if self.started else ():
             url = url_of(*listener.getsockname()[:2])
@@ -86,7 +94,8 @@ class _Server(uvicorn.Server):
         remove_address(self._engine.settings.data)
         await super().shutdown(sockets)
 
-    def _make_protocol(self) -> asyncio.Protocol:
+    def _make_protocol(self, kind: type[asyncio.Protocol], **state: object) -> asyncio.Protocol:
         """Return the protocol of a connection, as uvicorn makes it for one that it has accepted."""
-        made = cast("type[HitFirst]", self.config.http_protocol_class)
-        return made(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        made = cast("type[HitFirst]", kind)
+        app_state = {**self.lifespan.state, **state}
+        return made(config=self.config, server_state=self.server_state, app_state=app_state)

@@ -161,6 +161,13 @@ class Auditor:
         value = self._store.audits.masks(task)
         return Masks() if value is None else Masks.model_validate_json(value)
 
+    def put_masks(self, task: str, masks: Masks) -> None:
+        """Set the noise masks of a task."""
+        value = masks.model_dump_json()
+        self._store.audits.put_masks(task, value)
+        if self._gate is not None:
+            self._gate.edits.masked(task, value)
+
     async def _run(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
         try:
             await self._check(records, self._checking(tree, masks, tally, _PATIENCE_S))

@@ -1,4 +1,4 @@
-"""Compacts the logs of the tasks that this member owns (rule 6 of `protocol`)."""
+"""Compacts the logs of the tasks that this member owns (rule 7 of `protocol`)."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,27 +1,31 @@
 """Finds the owner of a call's task, and asks it, until one has answered."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import LinkChannel
-from proxy.cluster.link.opener import LinkLostError, MemberFailedError
+from proxy.cluster.link.channels import PeerChannel
+from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallAnswer, CallQuestion
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
-from proxy.http.asgi import Scope
+from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.refusals import RefusalError
-from sandboxes.ipc.frames import MalformedFrameError
+from sandboxes.http_message import end_to_end
+from sandboxes.listener import Headers
+from sandboxes.task_owner import start
 
 log = structlog.get_logger()
 
 PATIENCE_S = 8.0
 """How long a request waits for an owner that can answer, in seconds, before it gets 503. A takeover takes a lease, 3 s.
 A call that an owner works on has no such limit."""
+MAX_WHOLE_BYTES = 16 << 20
+"""Size from which a response with a length is a stream too. It is larger than answers of tools, which must be whole, so
+that an ingress can have them again after its connection broke."""
 PAUSE_S = 0.1
 """Between two attempts to find an owner, in seconds."""
 
@@ -82,32 +86,126 @@ class Forwarder:
             "again.",
         )  # fmt: skip
 
-    async def ask(
-        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str, body: bytes
-    ) -> tuple[CallAnswer | None, LinkChannel | None]:
-        """Ask the owner of a task; no answer if it did not take the call.
+    async def pass_on(
+        self,
+        owner: Ownership,
+        task: TaskIngress,
+        call: WaitingCall,
+        scope: Scope,
+        body: bytes | AsyncIterator[bytes],
+        receive: Receive,
+        send: Send,
+    ) -> bool:
+        """Let the owner of a task answer a request; return whether it did.
 
-        Raises:
-            RefusalError: 502, the owner has a defect.
+        The agent gets a response with a length when it is whole. Any other one is a stream, which is cut off for the
+        agent if it ends early.
         """
-        # A stream is in none of the calls that may be sent again.
-        question = CallQuestion(
-            task.name, owner.view, call.number, task.oldest or call.number, call.is_again, scope.get("method", "GET"),
-            scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1"),
-            [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]],
-            scope.get("scheme", "http"), kind, body,
-        )  # fmt: skip
+        passed = self._passed(owner, task, call, scope, Kind.CALL)
+        relay = Relay(send, lambda: self._member.ingress.became_stream(task, call))
+
+        def give_up() -> None:
+            passing.cancel()
+
+        length, sent = (len(body), body) if isinstance(body, bytes) else (None, in_chunks(body, give_up))
+        passing = start(self._member.passing.request(owner.peer, head_of(scope, passed, length), sent, relay))
+        hangup = start(_hung_up(relay, receive, passing))
         try:
-            answer, channel = await self._member.forward(owner, question)
-        except MemberFailedError as error:
-            raise RefusalError(502, "peer", str(error)) from error
-        except (LinkLostError, MalformedFrameError) as error:
-            log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
-            task.owner = None
-            return None, None
-        if isinstance(answer, CallAnswer):
-            return answer, channel
-        if answer.view:
-            self._member.adopt(task.name, answer.view)
+            await asyncio.wait({passing})
+        finally:
+            passing.cancel()
+            hangup.cancel()
+            await asyncio.gather(passing, hangup, return_exceptions=True)
+        if passing.cancelled():
+            return True
+        error = passing.exception()
+        if error is not None and not isinstance(error, PeerLostError):
+            raise error
+        if error is None and relay.elsewhere is None:
+            await relay.end()
+            return True
+        if relay.is_begun:
+            # Without its end, the server cuts the agent's connection off.
+            return True
+        log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
+        if relay.elsewhere:
+            self._member.adopt(task.name, relay.elsewhere)
         task.owner = None
-        return None, None
+        return False
+
+    async def stream(
+        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str
+    ) -> PeerChannel | None:
+        """Begin a stream with the owner of a task; None if it did not take the call. The caller ends the channel."""
+        head = head_of(scope, self._passed(owner, task, call, scope, kind), None)
+        try:
+            view, channel = await self._member.passing.stream(owner.peer, head)
+        except PeerLostError as error:
+            log.debug("a stream was not begun", owner=owner.peer.name, error=str(error))
+            task.owner = None
+            return None
+        if view is None:
+            self._member.ingress.became_stream(task, call)
+            return channel
+        channel.abort()
+        if view:
+            self._member.adopt(task.name, view)
+        task.owner = None
+        return None
+
+    def _passed(self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str) -> Passed:
+        oldest = task.oldest or call.number
+        return Passed(owner.view, call.number, oldest, call.is_again, scope.get("scheme", "http"), kind, task.name)
+
+
+class Relay:
+    """The response of a peer, on its way to an agent. Implements `Listener`.
+
+    Attributes:
+        elsewhere: The view that the peer knows, if it does not have the task; 0 if it knows none.
+        is_begun: Whether the agent has got a part of a stream.
+        begun: Set then.
+    """
+
+    def __init__(self, send: Send, became_stream: Callable[[], None]) -> None:
+        self._send, self._became_stream = send, became_stream
+        self.elsewhere: int | None = None
+        self.is_begun, self.begun = False, asyncio.Event()
+        self._start: AsgiMessage = {}
+        self._parts: list[bytes] = []
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """Take the head of the response."""
+        named = dict(headers)
+        if VIEW in named:
+            self.elsewhere = int(named[VIEW])
+            return
+        kept = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in end_to_end(headers)]
+        self._start = {"type": "http.response.start", "status": status, "headers": kept}
+        length = named.get("content-length")
+        if length is None or int(length) > MAX_WHOLE_BYTES:
+            self.is_begun = True
+            self._became_stream()
+            self.begun.set()
+            await self._send(self._start)
+
+    async def data(self, chunk: bytes) -> None:
+        """Take the next bytes of the body."""
+        if self.is_begun:
+            await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        else:
+            self._parts.append(chunk)
+
+    async def end(self) -> None:
+        """Note that the response is whole."""
+        if not self.is_begun:
+            await self._send(self._start)
+        await self._send({"type": "http.response.body", "body": b"".join(self._parts)})
+
+
+async def _hung_up(relay: Relay, receive: Receive, passing: "asyncio.Task[None]") -> None:
+    """Give up a stream whose agent has left. Calls go on."""
+    await relay.begun.wait()
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    passing.cancel()

@@ -3,7 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable, Container, Sequence
+from typing import TYPE_CHECKING
 
+from proxy.cluster.edits import ClusterEdits, tree_lines
 from proxy.cluster.lines import Deleted, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
@@ -15,12 +17,15 @@ from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node, Record, Tree
 
+if TYPE_CHECKING:
+    from proxy.storage.copies import TreeCopy
+
 
 class StaleCallError(RefusalError):
-    """The link that brought this call has ended: its ingress sends the call again if an agent still waits for it."""
+    """No agent waits for this call any more: its ingress has sent younger ones since."""
 
     def __init__(self) -> None:
-        super().__init__(503, "stale-call", "the link that brought this call has ended. Try again.")
+        super().__init__(503, "stale-call", "younger calls have come since through the same member. Try again.")
 
 
 class ClusterGate:
@@ -28,6 +33,7 @@ class ClusterGate:
 
     Attributes:
         owned: The tasks that this member owns, by name.
+        edits: Writes what people change of them.
         number: Number of this member.
         stepped: Called with the tree and the node that a rollout has come to, if the store lacks its state.
     """
@@ -35,6 +41,7 @@ class ClusterGate:
     def __init__(self, number: int) -> None:
         self.number = number
         self.owned: dict[str, Owned] = {}
+        self.edits = ClusterEdits(self.owned, self.owned_tree)
         self.stepped: Callable[[Tree, Node], None] = lambda _tree, _node: None
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
@@ -42,7 +49,7 @@ class ClusterGate:
 
     def attach(self, copies: CopyStore, trees: TreeStore) -> None:
         """Take the parts of the store, which is created after the gate."""
-        self._copies, self._trees = copies, trees
+        self._copies, self._trees, self.edits.copies = copies, trees, copies
 
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
 
@@ -147,9 +154,9 @@ class ClusterGate:
 
     def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
+        copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
         owned = self.owned_tree(tree.id)
         if owned is not None:
-            copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
             owned.note([copy])
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
@@ -195,17 +202,9 @@ class ClusterGate:
         if owned is not None:
             owned.note(lines)
 
-    def _tree_lines(self, owned: Owned, tree: Tree) -> list[Line]:
-        """Return the line of a tree if the log lacks it, or has it without the digest of its root state."""
+    def _tree_lines(self, owned: Owned, tree: Tree) -> "list[TreeCopy]":
         assert self._copies is not None
-        digest = None if tree.root.state is None else tree.root.state.exact
-        if tree.id in owned.trees and owned.trees[tree.id] == digest:
-            return []
-        copy = self._copies.tree(tree.id)
-        if copy is None:
-            return []
-        owned.trees[tree.id] = digest
-        return [copy]
+        return tree_lines(self._copies, owned, tree)
 
 
 async def _confirm(rollout: Rollout, origin: Origin) -> int:

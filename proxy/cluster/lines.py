@@ -11,7 +11,17 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
-from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import (
+    Copy,
+    FindingCopy,
+    MasksCopy,
+    NodeCopy,
+    NoteCopy,
+    RecordCopy,
+    RolloutCopy,
+    TaskCopy,
+    TreeCopy,
+)
 
 
 class Kept(NamedTuple):
@@ -38,18 +48,30 @@ class Unkept(NamedTuple):
     node: int
 
 
+class ForgottenRows(NamedTuple):
+    """Nodes and records were deleted for good. A tree whose root is among them has gone.
+
+    Attributes:
+        nodes: Numbers of the nodes.
+        records: Numbers of the records.
+    """
+
+    nodes: list[int]
+    records: list[int]
+
+
 class Deleted(NamedTuple):
     """The task was deleted: all lines before this one say nothing any more."""
 
 
-Line = Copy | Deleted | Stepped | Ended | Kept | Unkept
+Line = Copy | ForgottenRows | Deleted | Stepped | Ended | Kept | Unkept
 """A line. The position and the call of a `Stepped` are parts of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
-    "finding": FindingCopy, "deleted": Deleted,
+    "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy, "forgotten": ForgottenRows, "deleted": Deleted,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -12,19 +12,15 @@ import asyncio
 import time
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import structlog
 
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
-from proxy.cluster.link.channels import LinkChannel
-from proxy.cluster.link.links import Links
-from proxy.cluster.link.opener import LinkLostError, MemberFailedError
+from proxy.cluster.link.passing import Passing, PeerLostError
 from proxy.cluster.messages import (
-    CallAnswer,
-    CallQuestion,
     ConfirmAnswer,
     ConfirmQuestion,
     DrainAnswer,
@@ -40,7 +36,7 @@ from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
 from proxy.engine import Engine
 from proxy.tree.tree import Node
-from sandboxes.ipc.codec import decode_bytes, encode, with_members
+from sandboxes.ipc.codec import encode, with_members
 from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.task_owner import TaskOwner
 
@@ -67,7 +63,7 @@ class Member:
         database: The cluster's database.
         gate: The tasks that this member owns.
         ingress: The tasks that its agents ask for.
-        links: The links to other members.
+        passing: Passes requests on to other members.
         replaced: Called when a later start of this member has taken its place.
         hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
             argument is the most seconds that it may take.
@@ -80,7 +76,7 @@ class Member:
         self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
         self.is_leaving = False
         self._engine = engine
-        self.links = Links(secret, database.membership)
+        self.passing = Passing(secret, database.membership)
         self._peers: dict[int, Peer] = {}
         self._tasks = TaskOwner()
         self._lease_until = 0.0
@@ -103,14 +99,14 @@ class Member:
         self._tasks.spawn("compaction", LogCompactor(self.database, self.gate.owned, self._engine.counts).run())
 
     async def aclose(self) -> None:
-        """Own nothing more, end the lease and close the links to others."""
+        """Own nothing more, end the lease and close the connections to others."""
         self.is_leaving = True
         for owned in self.gate.owned.values():
             owned.drop()
         self.gate.owned.clear()
         self._tasks.cancel()
         await self._tasks.wait()
-        self.links.close()
+        self.passing.close()
         await self.database.aclose()
 
     # -- owners ------------------------------------------------------------------------------------------------------
@@ -206,20 +202,9 @@ class Member:
                 return self.adopt(name, answer.view)
         return False
 
-    async def forward(
-        self, owner: Ownership, question: CallQuestion
-    ) -> tuple[CallAnswer | ElsewhereAnswer, LinkChannel | None]:
-        """Ask the owner of a task. With a channel, the answer is the beginning of a stream.
-
-        Raises:
-            LinkLostError: The link broke. Whether the owner has taken the call is not known.
-            MemberFailedError: The owner met a defect.
-        """
-        return await _answer_to_call(await self.links.call(owner.peer, encode(question)))
-
-    async def confirm(self, ingress: int, number: int) -> bool:
+    async def confirm(self, ingress: int, boot: int, number: int) -> bool:
         """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
-        answer = await self.ask(ingress, ConfirmQuestion(number))
+        answer = await self.ask(ingress, ConfirmQuestion(boot, number))
         return isinstance(answer, ConfirmAnswer) and answer.waits
 
     def failed(self, owned: Owned, reason: str) -> None:
@@ -358,31 +343,13 @@ class Member:
                 target = peer or await self.database.member(number)
                 if target is None:
                     return None
-                answer = unpack(await self.links.ask(target, encode(question)))
-            except (LinkLostError, MemberFailedError, DatabaseError) as error:
+                answer = unpack(await self.passing.ask(target, encode(question)))
+            except (PeerLostError, MalformedFrameError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
                 self._peers[target.number] = target
                 return answer
         return None
-
-
-async def _answer_to_call(content: bytes | LinkChannel) -> tuple[CallAnswer | ElsewhereAnswer, LinkChannel | None]:
-    """Return what a link has brought for a call. With a channel, the answer is the beginning of a stream.
-
-    Raises:
-        MalformedFrameError: It is no answer to a call.
-    """
-    channel = content if isinstance(content, LinkChannel) else None
-    # The channel has begun with the frame that is its first message.
-    data = content if isinstance(content, bytes) else await content.receive() or b""
-    try:
-        answer = decode_bytes(data, CallAnswer, ElsewhereAnswer)
-    except MalformedFrameError:
-        if channel is not None:
-            channel.abort()
-        raise
-    return cast("CallAnswer | ElsewhereAnswer", answer), channel
 
 
 def _now() -> float:

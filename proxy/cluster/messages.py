@@ -1,74 +1,20 @@
 """What members ask each other and answer, as bytes (pure)."""
 
 from typing import get_args
-from urllib.parse import unquote
 
-from proxy.http.asgi import AsgiMessage, Scope
+from proxy.http.asgi import AsgiMessage
 from sandboxes.ipc.codec import IpcMessage, decode_bytes, encode, members_of
-
-
-class CallQuestion(IpcMessage, op="call"):
-    """An ingress passes a request on to the owner of its task.
-
-    Attributes:
-        task: Name of the task.
-        view: The owner's view, as the ingress knows it.
-        number: Number of the call among those of this start of the ingress.
-        oldest: Number of the oldest call of the task that the ingress may make again.
-        is_again: See `WaitingCall`.
-        method, path, query, headers, scheme: The request; path is the raw path.
-        kind: What the connection becomes; a `Kind`.
-        body: Its body.
-    """
-
-    task: str
-    view: int
-    number: int
-    oldest: int
-    is_again: bool
-    method: str
-    path: str
-    query: str
-    headers: list[tuple[str, str]]
-    scheme: str
-    kind: str
-    body: bytes
-
-    def scope(self) -> Scope:
-        """Return the ASGI scope of the request."""
-        path = self.path.encode("latin-1")
-        if self.kind == Kind.SOCKET:
-            offered = (value for name, value in self.headers if name == "sec-websocket-protocol")
-            more = {"type": "websocket", "subprotocols": [name.strip() for each in offered for name in each.split(",")]}
-        else:
-            more = {"type": "http"}
-        return {
-            **more, "http_version": "1.1", "method": self.method, "raw_path": path,
-            "path": unquote(path.decode("ascii", "replace")),
-            "query_string": self.query.encode("latin-1"), "root_path": "",
-            "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in self.headers],
-            "scheme": self.scheme, "server": None, "client": None, "state": {},
-        }  # fmt: skip
-
-
-class Kind:
-    """What the connection of a request becomes."""
-
-    CALL = "call"
-    """It gets a response, which is a stream if the owner does not have it whole."""
-    SOCKET = "socket"
-    """A WebSocket."""
-    HIJACKED, UPGRADED = "hijacked", "upgraded"
-    """A stream of bytes (Docker), after a request without or with an upgrade."""
 
 
 class ConfirmQuestion(IpcMessage, op="confirm"):
     """An owner asks an ingress whether an agent still waits for a call.
 
     Attributes:
+        boot: The start of the ingress that has sent the call.
         number: Number of the call.
     """
 
+    boot: int
     number: int
 
 
@@ -128,16 +74,6 @@ class LoadAnswer(IpcMessage, op="loaded"):
     tasks: dict[str, int]
 
 
-class CallAnswer(IpcMessage, op="answer"):
-    """The answer to a call.
-
-    Attributes:
-        response: The whole HTTP response, or the beginning of a stream.
-    """
-
-    response: bytes
-
-
 class ElsewhereAnswer(IpcMessage, op="elsewhere"):
     """The task has another view, or another owner, than the asker knows.
 
@@ -159,8 +95,8 @@ class ConfirmAnswer(IpcMessage, op="confirmed"):
 
 
 Message = (
-    CallQuestion | ConfirmQuestion | TakeQuestion | DrainQuestion | HandQuestion | LoadQuestion
-    | CallAnswer | ElsewhereAnswer | ConfirmAnswer | DrainAnswer | LoadAnswer
+    ConfirmQuestion | TakeQuestion | DrainQuestion | HandQuestion | LoadQuestion
+    | ElsewhereAnswer | ConfirmAnswer | DrainAnswer | LoadAnswer
 )  # fmt: skip
 _MESSAGES: tuple[type[Message], ...] = get_args(Message)
 

@@ -9,15 +9,9 @@ from proxy.http.access import Access
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 
-_WAY = re.compile(r"/api/v1/tasks/([^/]+)(/.*)?")
-_CHANGES = re.compile(r"(?:/rollouts(?:/[^/]+(?:/fork|/labels)?)?|/verify|/warm|/nodes/[^/]+/(?:exec|image|snapshot))?")
-"""Paths below a task that its owner serves: what they change is in the log, or in no need of it."""
-
-_ALL_TASKS = {
-    "/api/v1/trajectories": "Ask for each task: GET /api/v1/tasks/{task}/trajectories",
-    "/api/v1/backup": "Back up the database of the cluster (pg_dump) and its store",
-}
-"""What must have all tasks, of which a member has some, and what to do instead."""
+_WAY = re.compile(r"/api/v1/tasks/([^/]+)(?:/.*)?")
+_BACKUP = "/api/v1/backup"
+"""A member's file is no backup of a cluster: the log is the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +43,21 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)
-    if not agents and below is None and path not in _ALL_TASKS:
+    if not agents and below is None and path != _BACKUP:
         return None
     # A copy: the owner authorises the request too, and must see the token.
     seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
-    if path in _ALL_TASKS:
+    if path == _BACKUP:
         access.admit(seen, rollout_named_by(seen))
-        raise RefusalError(501, "not-in-a-cluster", f"a member has not all tasks. {_ALL_TASKS[path]}.")
+        raise RefusalError(
+            409,
+            "cluster-backup",
+            "the file of a member is no backup of a cluster. Back up its database (pg_dump) and its store.",
+        )
     try:
         grant = access.admit(seen, rollout_named_by(seen))
         if below is not None:
-            return NamedTask(below[1], "", _require_change(seen, below[2] or ""))
+            return NamedTask(below[1], "", scope.get("method", "GET") in ("PUT", "POST"))
         address = addressing.address(seen)
     except RefusalError as refusal:
         if refusal.slug == "token" and path.startswith("/e/"):
@@ -71,18 +69,6 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
             ) from None
         raise
     return NamedTask(address.task, address.rollout, not grant.rollout)
-
-
-def _require_change(scope: Scope, below: str) -> bool:
-    """Check that a request below a task may be served by a cluster; return whether it may create the task.
-
-    Raises:
-        RefusalError: 501.
-    """
-    method = scope["method"]
-    if method not in ("GET", "HEAD") and not _CHANGES.fullmatch(below):
-        raise RefusalError(501, "not-in-a-cluster", f"{method} {scope['path']} is not available in a cluster yet.")
-    return method in ("PUT", "POST")
 
 
 def rollout_named_by(scope: Scope) -> Callable[[str], tuple[str, str] | None]:

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from proxy.cluster.lines import Kept, Line, encode
 from proxy.cluster.postgres.connection import DatabaseError
-from proxy.cluster.protocol import Outbox, Steps
+from proxy.cluster.protocol import Floors, Outbox, Steps
 from proxy.refusals import RefusalError
 from sandboxes.task_owner import TaskOwner
 
@@ -28,6 +28,7 @@ class Owned:
         task: Name of the task.
         view: Number of the row that made this member the owner.
         steps: The last steps of its rollouts.
+        floors: Which calls of other members are late copies.
         is_dropped: Whether this member owns it no more.
         trees: For each tree in the log: the digest of its root state there.
         kept: The states that the store has, by node, as the log says.
@@ -51,6 +52,7 @@ class Owned:
         """
         self.task, self.view, self.steps = task, view, steps
         self.is_dropped = False
+        self.floors = Floors()
         self.trees: dict[int, bytes | None] = {}
         self.kept: dict[int, Kept] = {}
         self.rows = self.lines = 0

@@ -4,7 +4,9 @@ A request of a task that this member owns takes the ordinary way. Any other one 
 again if the task has changed hands meanwhile. Requests that name no task are answered here.
 """
 
-from collections.abc import Coroutine
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -16,26 +18,26 @@ from typing_extensions import override
 from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.channels import PeerChannel
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.listener import PeerListener
+from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
 from proxy.cluster.member import Member
-from proxy.cluster.messages import CallQuestion, Kind
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
 from proxy.cluster.origin import ORIGIN, Origin
+from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
-    Begin,
     HijackedConnection,
     HijackingEndpoint,
-    PeerExchange,
     PeerSocket,
     head_of,
     never,
-    relay_response,
     relay_socket,
-    send_whole,
+    serve_channel,
     serve_hijacked,
 )
 from proxy.compat.endpoints import Stream, StreamTransport
@@ -50,12 +52,15 @@ from proxy.http.problems import problem_of
 from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
 
+_UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
+"""Requests whose bodies are too large to be held until an owner is found."""
+
 
 class ClusterPlane(DataPlane):
     """Answers agents' requests, or lets the owners of their tasks answer them.
 
     Attributes:
-        questions: Answers the questions of peers.
+        listener: Accepts the connections of peers.
     """
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
@@ -63,11 +68,18 @@ class ClusterPlane(DataPlane):
         self._member = member
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
-        self.questions = PeerQuestions(member, secret, self)
+        self._questions = PeerQuestions(member)
+        self.listener = PeerListener(secret, member.database.membership)
+        self.others = OtherMembers(member, self._authorise)
+        self._is_leaving = False
+        engine.lifecycle.at_hang_up.append(self._leave)
         # Docker's: the connections that it takes over are first brought to the owner of their task.
         self._hijacking = self.streaming
         if self._hijacking is not None:
             self.streaming = HijackingEndpoint(self._hijacking, self._hijack)
+
+    def _leave(self) -> None:
+        self._is_leaving = True
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,12 +90,18 @@ class ClusterPlane(DataPlane):
         if scope["type"] == "http" and PATHS.fullmatch(scope["path"]):
             await self._operate(scope, receive, send)
             return
+        peer: Hello | None = scope.get("state", {}).get(PEER)
+        if peer is not None and scope["type"] == "http":
+            await self._answer_peer(peer, scope, receive, send)
+            return
         try:
             task = named_task(scope, self.engine.access, self._addressing)
             if task is None:
                 await super().__call__(scope, receive, send)
             elif scope["type"] == "websocket":
                 await self._converse_anywhere(task, scope, receive, send)
+            elif _UPLOADS.fullmatch(scope["path"]):
+                await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
                 body = await self._body(receive)
                 if body is not None:
@@ -111,32 +129,107 @@ class ClusterPlane(DataPlane):
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, named: NamedTask, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
+    ) -> None:
         """Answer a request here or elsewhere.
 
         Raises:
             RefusalError: 503, no owner could be found or reached for a while.
         """
         task = self._member.ingress.task(named.name)
-        with self._member.ingress.calling(task, receive, named.rollout, _digest(scope, body)) as call:
+        is_upload = isinstance(body, PassedUpload)
+        digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
+        watched = None if is_upload else receive
+        with self._member.ingress.calling(task, watched, named.rollout, digest) as call:
 
             async def here(owned: Owned) -> bool:
-                return await self._answer_here(owned, task, call, scope, body, send)
+                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
+                return await self._answer_here(owned, self._origin(task, call), scope, incoming, send)
 
             async def away(owner: Ownership) -> bool:
-                answer, channel = await self._forwarder.ask(owner, task, call, scope, Kind.CALL, body)
-                if answer is None:
-                    return False
-                if channel is None:
-                    await send_whole(answer.response, send)
-                else:
-                    self._member.ingress.became_stream(task, call)
-                    await relay_response(answer.response, channel, receive, send)
-                return True
+                sent = body.pieces() if isinstance(body, PassedUpload) else body
+                return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, send)
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
-                await super().__call__(scope, _replaying(body, receive), send)
+                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
+                await super().__call__(scope, incoming, send)
+
+    async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that a peer has passed on, or has made itself; it is not passed on again."""
+        passed = Passed.taken_from(scope)
+        if self._is_leaving:
+            # The server waits for its connections.
+            send = _closing(send)
+        if passed is None and scope["path"] == ASK:
+            answer = await self._questions.answer(await self._body(receive) or b"")
+            await send_response(send, 200, [], answer)
+            return
+        if passed is None:
+            await super().__call__(scope, receive, send)
+            return
+        scope["scheme"] = passed.scheme
+        owned = self._member.gate.owned.get(passed.task)
+        if owned is None or owned.view != passed.view:
+            await _send_elsewhere(send, await self._view_of(passed.task, passed.view))
+            return
+        owned.floors.note(peer.member, peer.boot, passed.oldest)
+        origin = Origin(
+            peer.member, peer.boot, passed.number, passed.oldest, passed.is_again,
+            lambda: not owned.floors.is_late(peer.member, peer.boot, passed.number),
+            lambda: self._member.confirm(peer.member, peer.boot, passed.number),
+        )  # fmt: skip
+        try:
+            if passed.kind != Kind.CALL:
+                await self._serve_stream(owned, origin, passed.kind, scope, receive, send)
+                return
+            is_answered = await self._answer_here(owned, origin, scope, receive, send)
+        finally:
+            origin.is_over = True
+        if not is_answered:
+            await _send_elsewhere(send, 0)
+
+    async def _serve_stream(
+        self, owned: Owned, origin: Origin, kind: str, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        """Serve a connection that a peer has passed on as a channel."""
+        if not origin.is_current():
+            await _send_elsewhere(send, 0)
+            return
+        # From here on its ingress may wait for younger calls only.
+        origin.is_current = lambda: True
+        ORIGIN.set(origin)
+        channel = PeerChannel()
+        with owned.cutting(channel.abort):
+            await serve_channel(receive, send, channel, partial(self._converse_peer, owned, kind, scope, channel))
+
+    async def _converse_peer(self, owned: Owned, kind: str, scope: Scope, channel: PeerChannel) -> None:
+        if kind == Kind.SOCKET:
+            socket = PeerSocket(owned, channel)
+            offered = (value.decode("latin-1") for name, value in scope["headers"] if name == b"sec-websocket-protocol")
+            subprotocols = [name.strip() for each in offered for name in each.split(",")]
+            socket_scope = {**scope, "type": "websocket", "subprotocols": subprotocols}
+            await super().__call__(socket_scope, socket.receive, socket.send)
+            return
+        body = await channel.receive()
+        if body is not None:
+            await serve_hijacked(channel, partial(self._open_stream, scope, body, kind == Kind.UPGRADED))
+
+    async def _view_of(self, task: str, view: int) -> int:
+        """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
+        # A newer view than the one that is owned here ends it.
+        self._member.adopt(task, view)
+        try:
+            owner = await self._member.locate(task, creates=False)
+        except DatabaseError:
+            return 0
+        return 0 if owner is None else owner.view
+
+    @override
+    def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
+        """Answer requests that peers pass on; `make` makes the protocol of a connection, given its state."""
+        self.listener.make_http = lambda hello: make(**{PEER: hello})
 
     def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
         """Return what the code that answers an own agent's call works for."""
@@ -145,12 +238,9 @@ class ClusterPlane(DataPlane):
             membership.number, membership.boot, call.number, task.oldest, call.is_again, lambda: True, call.waits
         )
 
-    async def _answer_here(
-        self, owned: Owned, task: TaskIngress, call: WaitingCall, scope: Scope, body: bytes, send: Send
-    ) -> bool:
+    async def _answer_here(self, owned: Owned, origin: Origin, scope: Scope, receive: Receive, send: Send) -> bool:
         """Answer a request of an owned task; return False if the task was dropped before: the call is made again."""
-        assert call.receive is not None
-        ORIGIN.set(self._origin(task, call))
+        ORIGIN.set(origin)
         is_over = is_stream = False
 
         async def sending(message: AsgiMessage) -> None:
@@ -163,6 +253,8 @@ class ClusterPlane(DataPlane):
             else:
                 # It may never end by itself, but it ends with the task.
                 is_stream = bool(message.get("more_body"))
+                if is_stream:
+                    origin.is_current = lambda: True
             if not is_over:
                 await send(message)
 
@@ -170,7 +262,7 @@ class ClusterPlane(DataPlane):
         own: Scope = {**scope, "headers": list(scope["headers"])}
         with owned.ending(lambda: is_stream):
             # The server closes the connection of a response that has no end.
-            await super().__call__(own, _replaying(body, call.receive), sending)
+            await super().__call__(own, receive, sending)
         return not is_over
 
     # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
@@ -191,10 +283,9 @@ class ClusterPlane(DataPlane):
                 return True
 
             async def away(owner: Ownership) -> bool:
-                _, channel = await self._forwarder.ask(owner, task, call, scope, Kind.SOCKET, b"")
+                channel = await self._forwarder.stream(owner, task, call, scope, Kind.SOCKET)
                 if channel is None:
                     return False
-                self._member.ingress.became_stream(task, call)
                 await receive()
                 await relay_socket(channel, receive, send)
                 return True
@@ -216,10 +307,10 @@ class ClusterPlane(DataPlane):
             return True
 
         async def away(owner: Ownership) -> bool:
-            _, channel = await self._forwarder.ask(owner, task, call, scope, kind, body)
+            channel = await self._forwarder.stream(owner, task, call, scope, kind)
             if channel is None:
                 return False
-            self._member.ingress.became_stream(task, call)
+            channel.write(body)
             await connection.relay(channel)
             return True
 
@@ -261,28 +352,6 @@ class ClusterPlane(DataPlane):
         await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
         return b"".join(parts)
 
-    # -- calls of peers: see `PeerPlane` ------------------------------------------------------------------------------
-
-    async def answer_peer(self, question: CallQuestion, owned: Owned, begin: Begin) -> bytes | None:
-        """Return the HTTP response to a request that a peer has passed on; None after it was sent as a stream."""
-        exchange = PeerExchange(owned, question.body, begin)
-        try:
-            with owned.cutting(exchange.cut):
-                await super().__call__(question.scope(), exchange.receive, exchange.send)
-        finally:
-            whole = exchange.close()
-        return whole
-
-    async def converse_peer(self, question: CallQuestion, owned: Owned, channel: LinkChannel) -> None:
-        """Serve a connection that a peer has passed on."""
-        scope = question.scope()
-        if question.kind == Kind.SOCKET:
-            socket = PeerSocket(owned, channel)
-            await super().__call__(scope, socket.receive, socket.send)
-        else:
-            is_upgraded = question.kind == Kind.UPGRADED
-            await serve_hijacked(channel, partial(self._open_stream, scope, question.body, is_upgraded))
-
     @override
     def known(self, scope: Scope, body: bytes | bytearray) -> None:
         """Return None: the log has each step before its answer is sent, which takes an await."""
@@ -293,8 +362,12 @@ class ClusterPlane(DataPlane):
 
     @override
     def may_stream(self, scope: Scope) -> bool:
-        """Return whether a request may take its connection over; its owner authorises it."""
-        return self._hijacking is not None and self._hijacking.may_stream(scope)
+        """Return whether a request may take its connection over; its owner authorises it.
+
+        One that a peer has passed on is a channel already.
+        """
+        is_passed = any(name == PASSED for name, _ in scope["headers"])
+        return self._hijacking is not None and not is_passed and self._hijacking.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show the members of the cluster, drain one, or move tasks between them."""
@@ -319,6 +392,59 @@ class ClusterPlane(DataPlane):
         problem = problem_of(refusal)
         self._count(problem)
         await send_problem(scope, receive, send, problem)
+
+
+class PassedUpload:
+    """The body of a request that is passed on as it comes, once."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._is_begun = receive, False
+
+    def receive(self) -> Receive:
+        """Return what yields the events of the body.
+
+        Raises:
+            RefusalError: 503, a part of it was read before.
+        """
+        if self._is_begun:
+            raise RefusalError(503, "upload", "the owner of the task has changed during the upload. Send it again.")
+        return self._first
+
+    async def _first(self) -> AsgiMessage:
+        self._is_begun = True
+        return await self._receive()
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Return what yields the body, to its end.
+
+        Raises:
+            RefusalError: See `receive`.
+        """
+        return self._pieces(self.receive())
+
+    async def _pieces(self, receive: Receive) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ConnectionAbortedError("the client has hung up")
+            more = bool(message.get("more_body"))
+            yield message.get("body", b"")
+
+
+def _closing(send: Send) -> Send:
+    """Return a `send` that ends the connection with the response."""
+
+    async def sending(message: AsgiMessage) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return sending
+
+
+async def _send_elsewhere(send: Send, view: int) -> None:
+    await send_response(send, 421, [(VIEW.encode(), b"%d" % view)], b"")
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:

@@ -16,7 +16,9 @@ tasks. Calls reach an owner through an ingress, which may be the owner itself.
 5. **Another ingress.** A call that comes through another ingress than the rollout's last one may be a late copy, whose
    agent has left. So the owner asks the ingress whether an agent still waits for it. The reply counts only if the
    rollout has taken no step since the question (`Steps.must_confirm`).
-6. **Compaction.** Rows may be replaced by fewer ones that say the same (`replaceable`), at any time and by anybody.
+6. **Late copies.** Each call says which one is the oldest that its ingress may make again. What is older is a copy that
+   was late on its way, and is refused (`Floors`). No owner needs what an earlier one has heard: calls name its view.
+7. **Compaction.** Rows may be replaced by fewer ones that say the same (`replaceable`), at any time and by anybody.
    Numbers must stay unique for those who do not know of it. A replaced owner sends its next row under the number at
    which its successor began, so the rows that say who owns a task stay. A member that takes a task over may know a row
    as the last one that is replaced by now, so its row is written only behind the greatest number.
@@ -89,6 +91,21 @@ class Ended(NamedTuple):
     """
 
     rollout: int
+
+
+class Floors:
+    """Which calls of an ingress are late copies: it makes none again that is older than the oldest one it waits for."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[int, int]] = {}
+
+    def note(self, ingress: int, boot: int, oldest: int) -> None:
+        """Note which call was the oldest when an ingress sent another one."""
+        self._of[ingress] = max(self._of.get(ingress, (0, 0)), (boot, oldest))
+
+    def is_late(self, ingress: int, boot: int, number: int) -> bool:
+        """Return whether a call is not waited for any more."""
+        return (boot, number) < self._of.get(ingress, (0, 0))
 
 
 class Steps:

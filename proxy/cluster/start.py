@@ -45,7 +45,7 @@ class Joined:
         dsn: The database.
         secret: What all members share.
         gate: The gate of the engine.
-        listener: Where links are accepted; it listens already.
+        listener: Where peers are accepted; it listens already.
     """
 
     membership: Membership
@@ -99,7 +99,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def opened() -> None:
         states.open()
-        await plane.questions.server.serve(joined.listener)
+        await plane.listener.serve(joined.listener)
         member.start()
 
     def replaced() -> None:
@@ -108,7 +108,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def closed() -> None:
         await states.aclose()
-        await plane.questions.aclose()
+        plane.listener.close()
         await member.aclose()
 
     member.replaced, member.hands_over = replaced, states.flush
@@ -177,7 +177,7 @@ def _known(own: Path) -> tuple[str, int] | None:
 
 
 def _listen(link: str, database: str) -> socket.socket:
-    """Listen for links of peers.
+    """Listen for peers.
 
     Raises:
         ClusterError: The address cannot be listened on.
@@ -189,8 +189,7 @@ def _listen(link: str, database: str) -> socket.socket:
         return socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ClusterError(
-            f"links of other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this "
-            "machine."
+            f"other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this machine."
         ) from error
 
 

@@ -8,88 +8,28 @@ whole one.
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-from proxy.cluster.link.channels import LinkChannel
+from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.messages import pack_event, unpack_event
 from proxy.cluster.owned import Owned
 from proxy.compat.endpoints import RequestScope, Stream, StreamingEndpoint, StreamTransport
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from sandboxes.task_owner import start
 
-MAX_WHOLE_BYTES = 16 << 20
-"""Size from which a response is sent as a stream. It is larger than answers of tools, which must be whole, so that an
-ingress can have them again after its link broke."""
 MAX_HELD_BYTES = 1 << 20
 """Bytes of a client without HTTP that wait for the owner, from which no more is read from the client."""
 _DATA, _END = "stream.data", "stream.end"
 
-Begin = Callable[[bytes], Awaitable[LinkChannel]]
-"""Begins the channel of a response, given its head and its first bytes."""
-
-
 # -- at the owner ----------------------------------------------------------------------------------------------------
-
-
-class PeerExchange:
-    """A request that a peer has passed on, as an ASGI application sees it: whole, or a stream if it has pieces."""
-
-    def __init__(self, owned: Owned, body: bytes, begin: Begin) -> None:
-        self._owned, self._body, self._begin = owned, body, begin
-        self._is_read = False
-        self._parts, self._size = list[bytes](), 0
-        self._channel: LinkChannel | None = None
-        self._begun = asyncio.Event()
-
-    async def receive(self) -> AsgiMessage:
-        """Return the body of the request, and then wait for the agent's disconnect."""
-        if not self._is_read:
-            self._is_read = True
-            return {"type": "http.request", "body": self._body, "more_body": False}
-        await self._begun.wait()
-        assert self._channel is not None
-        await self._channel.ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: AsgiMessage) -> None:
-        """Take a message of the application."""
-        if self._channel is not None:
-            await self._owned.settled()
-            self._channel.write(pack_event(message))
-            await self._channel.drain()
-            return
-        if message["type"] == "http.response.start":
-            self._parts, self._size = [head_of(message)], 0
-        elif message["type"] == "http.response.body":
-            self._parts.append(message.get("body", b""))
-            self._size += len(self._parts[-1])
-            if message.get("more_body") or self._size > MAX_WHOLE_BYTES:
-                parts, self._parts = self._parts, []
-                # The head and the first bytes; the rest follows in events.
-                self._channel = await self._begin(parts[0])
-                self._begun.set()
-                first = {**message, "body": b"".join(parts[1:])}
-                self._channel.write(pack_event(first))
-                await self._channel.drain()
-
-    def cut(self) -> None:
-        """End a stream without its end, because the task has another owner now."""
-        if self._channel is not None:
-            self._channel.abort()
-
-    def close(self) -> bytes | None:
-        """Return the whole response; None for one that was a stream, which ends."""
-        if self._channel is None:
-            return b"".join(self._parts)
-        self._channel.close()
-        return None
 
 
 class PeerSocket:
     """A WebSocket that a peer has passed on, as an ASGI application sees it."""
 
-    def __init__(self, owned: Owned, channel: LinkChannel) -> None:
+    def __init__(self, owned: Owned, channel: PeerChannel) -> None:
         self._owned, self._channel = owned, channel
         self._is_connected = False
 
@@ -111,8 +51,42 @@ class PeerSocket:
         await self._channel.send(pack_event(message))
 
 
+async def serve_channel(
+    receive: Receive, send: Send, channel: PeerChannel, converse: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Let a request of a peer be a channel, which ends when what converses over it has ended."""
+
+    async def read() -> None:
+        more = True
+        while more:
+            message = await receive()
+            more = message["type"] == "http.request" and bool(message.get("more_body"))
+            await channel.got(message.get("body", b""))
+        channel.lose()
+
+    async def run() -> None:
+        try:
+            # The agent may have disconnected.
+            with suppress(ConnectionError):
+                await converse()
+        finally:
+            channel.close()
+
+    reading, running = start(read()), start(run())
+    try:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        async for data in channel.outgoing():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        await running
+    finally:
+        for task in (reading, running):
+            task.cancel()
+        await asyncio.gather(reading, running, return_exceptions=True)
+
+
 async def serve_hijacked(
-    channel: LinkChannel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
+    channel: PeerChannel, open_stream: Callable[[StreamTransport], tuple[Stream, Coroutine[Any, Any, None] | None]]
 ) -> None:
     """Serve a connection without HTTP that a peer has passed on."""
     reads, closed = asyncio.Event(), asyncio.Event()
@@ -154,29 +128,7 @@ async def serve_hijacked(
 # -- at the ingress --------------------------------------------------------------------------------------------------
 
 
-async def relay_response(head: bytes, channel: LinkChannel, receive: Receive, send: Send) -> None:
-    """Pass a response on to an agent, until either side ends. One that is cut off stays without its end."""
-
-    async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        channel.abort()
-
-    hangup = start(watch())
-    try:
-        await send(_start(head))
-        while (data := await channel.receive()) is not None:
-            event = unpack_event(data)
-            await send(event)
-            if not event.get("more_body"):
-                return
-    finally:
-        channel.abort()
-        hangup.cancel()
-        await asyncio.gather(hangup, return_exceptions=True)
-
-
-async def relay_socket(channel: LinkChannel, receive: Receive, send: Send) -> None:
+async def relay_socket(channel: PeerChannel, receive: Receive, send: Send) -> None:
     """Pass the events of a WebSocket on, until either side closes it. The agent's first event was read."""
 
     async def feed() -> None:
@@ -263,7 +215,7 @@ class HijackedConnection:
         if self.lost.is_set():
             stream.lose()
 
-    async def relay(self, channel: LinkChannel) -> None:
+    async def relay(self, channel: PeerChannel) -> None:
         """Pass bytes on in both directions, until either side ends."""
         feeding, is_whole = start(self._feed(channel)), False
         try:
@@ -281,7 +233,7 @@ class HijackedConnection:
             feeding.cancel()
             await asyncio.gather(feeding, return_exceptions=True)
 
-    async def _feed(self, channel: LinkChannel) -> None:
+    async def _feed(self, channel: PeerChannel) -> None:
         while not self.lost.is_set():
             self._changed.clear()
             while self._held:
@@ -340,20 +292,7 @@ def head_of(message: AsgiMessage) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
-async def send_whole(response: bytes, send: Send) -> None:
-    """Send a whole HTTP response. 5 us for ten headers."""
-    head, _, body = response.partition(b"\r\n\r\n")
-    await send(_start(head))
-    await send({"type": "http.response.body", "body": body})
-
-
 async def never() -> AsgiMessage:
     """Wait for the disconnect of a client that is not watched."""
     await asyncio.Event().wait()
     return {"type": "http.disconnect"}
-
-
-def _start(head: bytes) -> AsgiMessage:
-    first, *lines = head.rstrip(b"\r\n").split(b"\r\n")
-    headers = [(name.lower(), value) for name, _, value in (line.partition(b": ") for line in lines)]
-    return {"type": "http.response.start", "status": int(first.split(b" ", 2)[1]), "headers": headers}

@@ -6,10 +6,20 @@ from hashlib import sha256
 from itertools import chain
 from typing import NamedTuple
 
-from proxy.cluster.lines import Deleted, Kept, Line, Unkept, decode, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
-from proxy.storage.copies import Copy, FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import (
+    Copy,
+    FindingCopy,
+    MasksCopy,
+    NodeCopy,
+    NoteCopy,
+    RecordCopy,
+    RolloutCopy,
+    TaskCopy,
+    TreeCopy,
+)
 from proxy.tree.keys import CallKey, private_key
 
 CHUNK_BYTES = 1 << 20
@@ -31,6 +41,9 @@ class TaskLogReading:
         findings: What was noticed of its records, by record.
         rollouts: Its running rollouts by number.
         notes: What protocols remember of them, by rollout and protocol.
+        nodes: What people have changed of its nodes, by node.
+        masks: The noise masks of its audits; None without.
+        forgotten: Numbers of the nodes and of the records that were deleted. None is given out again.
         steps: The last steps of its rollouts.
         kept: The states that the store has, by node.
         ends: Lines that say what has ended, in order.
@@ -46,6 +59,9 @@ class TaskLogReading:
     findings: dict[int, FindingCopy] = field(default_factory=dict)
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
+    nodes: dict[int, NodeCopy] = field(default_factory=dict)
+    masks: MasksCopy | None = None
+    forgotten: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     steps: Steps = field(default_factory=Steps)
     kept: dict[int, Kept] = field(default_factory=dict)
     ends: list[Line] = field(default_factory=list)
@@ -80,6 +96,15 @@ class TaskLogReading:
                 self.records.append(line)
             case FindingCopy():
                 self.findings[line.record] = line
+            case RolloutCopy() | NoteCopy() | Stepped() | Ended():
+                self._take_rollout(line)
+            case Kept() | Unkept() | Deleted():
+                self._take_state(line)
+            case NodeCopy() | MasksCopy() | ForgottenRows():
+                self._take_change(line)
+
+    def _take_rollout(self, line: RolloutCopy | NoteCopy | Stepped | Ended) -> None:
+        match line:
             case RolloutCopy():
                 self.rollouts[line.rollout] = line
             case NoteCopy():
@@ -90,8 +115,23 @@ class TaskLogReading:
                 self.ends.append(line)
                 self.rollouts.pop(line.rollout, None)
                 self.steps.take(line)
-            case Kept() | Unkept() | Deleted():
-                self._take_state(line)
+
+    def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
+        """Take what people have changed."""
+        if isinstance(line, NodeCopy):
+            self.nodes[line.node] = line
+        elif isinstance(line, MasksCopy):
+            self.masks = line
+        else:
+            self._forget(line)
+
+    def _forget(self, line: ForgottenRows) -> None:
+        for known, gone in zip(self.forgotten, line, strict=True):
+            known.update(gone)
+        for node in line.nodes:
+            self.nodes.pop(node, None)
+            self.kept.pop(node, None)
+        self.trees = {number: tree for number, tree in self.trees.items() if tree.root not in self.forgotten[0]}
 
     def _take_state(self, line: Kept | Unkept | Deleted) -> None:
         if isinstance(line, Kept):
@@ -101,7 +141,9 @@ class TaskLogReading:
             self.kept.pop(line.node, None)
         else:
             self.task, self.dead, self.ends, self.steps = None, len(self.records), [line], Steps()
-            for lines in (self.trees, self.findings, self.rollouts, self.notes, self.kept):
+            self.masks = None
+            lost = (self.trees, self.findings, self.rollouts, self.notes, self.nodes, self.kept, *self.forgotten)
+            for lines in lost:
                 lines.clear()
 
     def rest(self) -> Iterator[Line]:
@@ -111,6 +153,10 @@ class TaskLogReading:
         yield from self.findings.values()
         yield from self.rollouts.values()
         yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
+        yield from self.nodes.values()
+        yield from () if self.masks is None else (self.masks,)
+        if any(self.forgotten):
+            yield ForgottenRows(*map(sorted, self.forgotten))
         yield from self.steps.lines()
         yield from self.kept.values()
 
@@ -123,20 +169,33 @@ class TaskLogReading:
             rollouts.append(rollout._replace(calls=at[0], node=at[1]))
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
-        return [*task, *self.trees.values(), *self._records(), *self.findings.values(), *rollouts, *notes]
+        records = self._records()
+        known = {record.record for record in records}
+        findings = (finding for finding in self.findings.values() if finding.record in known)
+        masks = [] if self.masks is None else [self.masks]
+        return [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
 
     def _records(self) -> list[RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.
 
-        An owner executes a call again if its record is damaged on its disk.
+        An owner executes a call again if its record is damaged on its disk. Records of a tree without a line belong to
+        an import that did not come to its end.
         """
-        latest = {(record.tree, record.source, record.key): record.record for record in self.records[self.dead :]}
-        return [
-            record
-            if latest[record.tree, record.source, record.key] == record.record
-            else record._replace(key=private_key(CallKey(record.key), record.record, 0), private=True)
-            for record in self.records[self.dead :]
-        ]
+        gone = self.forgotten[1]
+        there = [each for each in self.records[self.dead :] if each.record not in gone and each.tree in self.trees]
+        latest = {(record.tree, record.source, record.key): record.record for record in there}
+        digests = {record.target: record[12:14] for record in reversed(self.records[self.dead :]) if record.is_first}
+        reached, records = {tree.root for tree in self.trees.values()}, list[RecordCopy]()
+        for record in there:
+            if latest[record.tree, record.source, record.key] != record.record:
+                record = record._replace(  # noqa: PLW2901 - the same record under another key
+                    key=private_key(CallKey(record.key), record.record, 0), private=True
+                )
+            is_first = record.target not in reached
+            exact, content = digests.get(record.target, (None, None)) if is_first else (None, None)
+            records.append(record._replace(is_first=is_first, exact=exact, content=content))
+            reached.add(record.target)
+        return records
 
 
 def read_log(rows: Iterable[LogRow]) -> TaskLogReading:

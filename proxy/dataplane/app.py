@@ -8,8 +8,10 @@ a framework's route serves half the requests of a bare application).
 """
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Protocol
 
 from proxy.compat.endpoints import EndpointContext, StreamingEndpoint, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
@@ -38,8 +40,42 @@ _STOPPED = Problem(
 """No failure of the infrastructure, after which clients send a call again: the call may take its step all the same."""
 
 
+class OtherProxies(Protocol):
+    """The other members of a cluster, for what all of them answer together.
+
+    Attributes:
+        number: Number of this member.
+        paths: The paths of such requests.
+    """
+
+    number: int
+    paths: frozenset[str]
+
+    def is_peers(self, scope: Scope) -> bool:
+        """Return whether a request comes from another member."""
+        ...
+
+    async def numbers(self, scope: Scope) -> list[int]:
+        """Return the members that have a part of the response to a request.
+
+        Raises:
+            RefusalError: 401 or 403, the request is not authorised; 503, the members are not known.
+        """
+        ...
+
+    def application(self, number: int) -> AsgiApp:
+        """Return an application that lets a member answer."""
+        ...
+
+
 class DataPlane:
-    """Answers agents' requests, and passes all others on to the application behind."""
+    """Answers agents' requests, and passes all others on to the application behind.
+
+    Attributes:
+        others: The other members of a cluster; None without one.
+    """
+
+    others: OtherProxies | None = None
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
@@ -105,6 +141,9 @@ class DataPlane:
         """Note that a request which `expect` noted has been handled."""
         assert isinstance(expected, Rollout)
         self.engine.step.order.expected(expected)
+
+    def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
+        """Serve connections of other members of a cluster; `make` makes their protocols, given members of the state."""
 
     def may_stream(self, scope: Scope) -> bool:
         """Return whether an authorised request may take its connection over as a stream."""

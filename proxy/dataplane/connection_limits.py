@@ -100,6 +100,17 @@ class WatchedConnection(Protocol):
         ...
 
 
+class NoLimits:
+    """For connections of proxies that this one trusts, whose clients have limits there."""
+
+    def admit(self, connection: WatchedConnection, loop: asyncio.AbstractEventLoop) -> bool:  # noqa: ARG002
+        """Return True: there is room."""
+        return True
+
+    def discard(self, connection: WatchedConnection) -> None:
+        """Do nothing."""
+
+
 class ConnectionLimits:
     """The connections of one server."""
 

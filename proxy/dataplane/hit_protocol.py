@@ -34,7 +34,7 @@ from uvicorn.server import ServerState
 
 from proxy.dataplane import closing_responses
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.connection_limits import ConnectionLimits, ConnectionWatch, Phase
+from proxy.dataplane.connection_limits import ConnectionLimits, ConnectionWatch, NoLimits, Phase
 from proxy.dataplane.handover import Handover, first_scope, give_when_sent
 from proxy.dataplane.idle_timer import IdleTimer
 from proxy.dataplane.request_reader import RequestReader
@@ -60,15 +60,18 @@ class _State(Enum):
     GIVEN = 4
 
 
-def protocol_for(data_plane: DataPlane, handover: Handover | None = None) -> type["HitFirst"]:
+def protocol_for(
+    data_plane: DataPlane, handover: Handover | None = None, *, is_limited: bool = True
+) -> type["HitFirst"]:
     """Return the protocol class of a server whose application is `report_responses(data_plane)`.
 
-    The handover brings connections to other processes; None if this process answers all requests.
+    The handover brings connections to other processes; None if this process answers all requests. `is_limited` says
+    whether clients may take only so long, and only so many of them may come.
     """
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
         "streams": Streams(data_plane),
-        "limits": ConnectionLimits(data_plane.engine.settings.max_connections),
+        "limits": ConnectionLimits(data_plane.engine.settings.max_connections) if is_limited else NoLimits(),
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
 
@@ -79,7 +82,7 @@ class HitFirst(asyncio.Protocol):
     data_plane: ClassVar[DataPlane]
     hit_s: ClassVar[Histogram]
     streams: ClassVar[Streams]
-    limits: ClassVar[ConnectionLimits]
+    limits: ClassVar[ConnectionLimits | NoLimits]
     handover: ClassVar[Handover | None]
 
     def __init__(

@@ -75,7 +75,10 @@ class Forgetting:
         # 1. Set aside: the record that leads here answers no other rollout. Saved before the deletion: a kill in
         # between leaves too much on disk, never a path with a gap.
         if staying and node.origin is not None:
-            self._store.records.save_set_aside(tree.set_aside(node.origin, FORGOTTEN))
+            aside = tree.set_aside(node.origin, FORGOTTEN)
+            self._store.records.save_set_aside(aside)
+            if self._gate is not None:
+                self._gate.edits.changed(tree, aside)
             # 2. Everything below goes now, except for the paths to the nodes where rollouts are. Their sandboxes can be
             # restored along these paths, also after a restart.
             await self._delete_but_paths(tree, node, {rollout.node for rollout in staying})
@@ -185,6 +188,8 @@ class Forgetting:
         # Memory first: `forget` names what is lost, and no call can find a node while the store deletes it.
         nodes, records = tree.forget(node)
         self._store.records.forget(nodes, records)
+        if self._gate is not None:
+            self._gate.edits.forgot(tree, nodes, records)
         for deleted in nodes:
             # Snapshots after the store: after a kill in between, `SnapshotCache.reattach` drops those of missing
             # nodes.

@@ -3,16 +3,57 @@
 Without a cluster there is no gate, and every test for one is a comparison with None.
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Protocol
 
 from proxy.storage.records import RecordBytes
 from proxy.tree.rollout import Rollout
-from proxy.tree.tree import Record, Tree
+from proxy.tree.tree import Node, Record, Tree
+
+
+class EditLog(Protocol):
+    """Writes to the log what people change of a task."""
+
+    def changed(self, tree: Tree, nodes: Iterable[Node]) -> None:
+        """Note that people have changed nodes: pinned them, or set them aside."""
+        ...
+
+    def forgot(self, tree: Tree, nodes: Iterable[Node], records: Iterable[Record]) -> None:
+        """Note that nodes and records were deleted from the store."""
+        ...
+
+    def masked(self, task: str, masks: str) -> None:
+        """Note the noise masks of a task's audits, as JSON."""
+        ...
+
+    async def importing(self, task: str, tree: int) -> None:
+        """Write the records of a tree to the log that is about to become one of a task.
+
+        Raises RefusalError (503) if this member does not own the task any more.
+        """
+        ...
+
+    def imported(self, task: str, tree: Tree, replaced: int | None) -> None:
+        """Note that a task has got a tree, in place of the empty one with this root, if there was one."""
+        ...
 
 
 class Gate(Protocol):
-    """Decides what this member may answer, and writes to the log what its answers depend on."""
+    """Decides what this member may answer, and writes to the log what its answers depend on.
+
+    Attributes:
+        edits: Writes what people change.
+    """
+
+    @property
+    def edits(self) -> EditLog:
+        """See the class."""
+        ...
+
+    @property
+    def owned(self) -> Container[str]:
+        """The tasks that this member owns."""
+        ...
 
     def require(self, task: str) -> None:
         """Raise RefusalError (503) unless this member owns a task."""

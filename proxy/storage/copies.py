@@ -6,11 +6,12 @@ same number everywhere, and so have the names that agents and people hold.
 
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from proxy.storage.audits import put_finding
 from proxy.storage.blobs import BlobStore
 from proxy.storage.database import Execute, StoreDatabase
+from proxy.storage.errors import DamagedError
 from proxy.storage.notes import PUT_NOTE
 from proxy.storage.records import RecordBytes, stored_digests
 from proxy.storage.schema import is_whole
@@ -99,7 +100,28 @@ class FindingCopy(NamedTuple):
     noticed_at: float
 
 
-Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy
+class NodeCopy(NamedTuple):
+    """What people have changed of a node."""
+
+    node: int
+    diverged: str  # Why it was set aside; empty if it was not.
+    pinned: bool
+
+
+class MasksCopy(NamedTuple):
+    """The noise masks of a task's audits, as JSON."""
+
+    task: str
+    value: str
+
+
+Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy | NodeCopy | MasksCopy
+
+_RECORDS = (
+    "SELECT id, tree, source, key, target, effect, seconds, recorded_at, private, reproducible, age_s, call, upload, "
+    f"answer, cpu_s, peak_bytes, read_bytes, written_bytes, {is_whole('records')} FROM records "
+    "WHERE tree = ? AND id > ? ORDER BY id LIMIT ?"
+)
 
 
 def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) -> RecordCopy:
@@ -137,6 +159,19 @@ class CopyStore:
         number, owner, root_key, spec, root, created_at = row
         return TreeCopy(number, owner, root_key, spec, root, *digests, created_at)
 
+    def records(self, tree: int, after: int, limit: int) -> list[RecordCopy]:
+        """Return the next records of a tree by their numbers, each as if it was the first to reach its target.
+
+        Raises:
+            DamagedError: A row or a blob is not as it was written.
+        """
+        return [self._record(row) for row in self._database.rows(_RECORDS, (tree, after, limit))]
+
+    def pinned(self, tree: int) -> list[NodeCopy]:
+        """Return the nodes of a tree that are pinned."""
+        rows = self._database.rows("SELECT id, diverged FROM nodes WHERE tree = ? AND pinned", (tree,))
+        return [NodeCopy(number, diverged, True) for number, diverged in rows]
+
     def rollout(self, rollout: int) -> RolloutCopy | None:
         """Return a running rollout; None if it has ended or is damaged. Fold the journal before."""
         sql = (
@@ -166,19 +201,7 @@ class CopyStore:
             execute("DELETE FROM rollouts WHERE task = ? AND finished = 0", (task,))
             execute("DELETE FROM tasks WHERE name = ?", (task,))
             for copy in copies:
-                match copy:
-                    case TaskCopy():
-                        execute("INSERT OR REPLACE INTO tasks (name, spec, created_at) VALUES (?, ?, ?)", copy)
-                    case TreeCopy():
-                        self._write_tree(execute, task, copy)
-                    case RecordCopy():
-                        self._write_record(execute, copy)
-                    case RolloutCopy():
-                        self._write_rollout(execute, copy)
-                    case NoteCopy():
-                        execute(PUT_NOTE, copy)
-                    case FindingCopy():
-                        put_finding(execute, *copy)
+                self._write(execute, task, copy)
             # The findings of this store's own audits stay: they may be of a time at which it did not write to the log.
             findings = f"SELECT record FROM findings WHERE quarantined AND {is_whole('findings')}"
             execute(f"UPDATE records SET quarantined = 1 WHERE id IN ({findings}) AND NOT quarantined")
@@ -188,6 +211,37 @@ class CopyStore:
             execute(f"DELETE FROM steps WHERE {late}", (task,))
             lost = f"rollout IN ({own}) AND record NOT IN (SELECT id FROM records)"
             execute(f"DELETE FROM steps WHERE {lost}", (task,))
+
+    def _write(self, execute: Execute, task: str, copy: Copy) -> None:
+        match copy:
+            case TaskCopy():
+                execute("INSERT OR REPLACE INTO tasks (name, spec, created_at) VALUES (?, ?, ?)", copy)
+            case TreeCopy():
+                self._write_tree(execute, task, copy)
+            case RecordCopy():
+                self._write_record(execute, copy)
+            case RolloutCopy():
+                self._write_rollout(execute, copy)
+            case NoteCopy():
+                execute(PUT_NOTE, copy)
+            case NodeCopy(node, diverged, pinned):
+                execute("UPDATE nodes SET diverged = ?, pinned = ? WHERE id = ?", (diverged, pinned, node))
+            case MasksCopy():
+                execute("INSERT OR REPLACE INTO masks VALUES (?, ?)", copy)
+            case FindingCopy():
+                put_finding(execute, *copy)
+
+    def _record(self, row: tuple[Any, ...]) -> RecordCopy:
+        call, upload, answer = row[11:14]
+        digests = self._digests(row[4])
+        if not row[18] or digests is None:
+            raise DamagedError(f"record {row[0]} is damaged in the store.")
+        private, reproducible = (bool(value) for value in row[8:10])
+        uploaded = self._blobs.read(upload) if upload else b""
+        return RecordCopy._make((
+            *row[:8], private, reproducible, row[10], True, *digests,
+            self._blobs.read(call), uploaded, self._blobs.read(answer), *row[14:18],
+        ))  # fmt: skip
 
     def _digests(self, node: int) -> tuple[bytes | None, bytes | None] | None:
         sql = f"SELECT exact, content FROM nodes WHERE id = ? AND {is_whole('nodes')}"

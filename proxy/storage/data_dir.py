@@ -103,7 +103,7 @@ def require_undivided(data: Path) -> None:
 
 
 @contextmanager
-def owning(data: Path) -> Iterator[None]:
+def owning(data: Path) -> Iterator[DirLock]:
     """Own the data directory within the block, as a proxy, a restore or an upgrade does; see `make_private`.
 
     Raises StoreError if another process uses it, or it may not be used.
@@ -123,6 +123,6 @@ def owning(data: Path) -> Iterator[None]:
             if time.monotonic() > until_s or not all(map(_is_workers, used)):
                 raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
             time.sleep(0.05)
-        yield
+        yield ownership
     finally:
         ownership.release()

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
+from proxy.execution.gate import Gate
 from proxy.execution.open_trees import OpenTrees
 from proxy.execution.tasks import Tasks
 from proxy.refusals import RefusalError
@@ -47,8 +48,17 @@ def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) 
 class Adopter:
     """Gives imported trees to tasks. A tree is only adopted where the task has none, or an empty one."""
 
-    def __init__(self, store: Store, journal: Journal, tasks: Tasks, trees: OpenTrees, cache: SnapshotCache) -> None:
+    def __init__(
+        self,
+        store: Store,
+        journal: Journal,
+        tasks: Tasks,
+        trees: OpenTrees,
+        cache: SnapshotCache,
+        gate: Gate | None = None,
+    ) -> None:
         self._store, self._journal, self._tasks, self._trees, self._cache = store, journal, tasks, trees, cache
+        self._gate = gate
 
     async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
         """Return the number of the empty tree that a task has under a root key; None if it has none.
@@ -100,9 +110,22 @@ class Adopter:
         With beside, an existing task keeps its environment, and the tree serves rollouts that ask for this one. Raises
         RefusalError (409) if the task has no room for the tree any more.
         """
+        if self._gate is not None:
+            await self._gate.edits.importing(name, draft.tree)
         instead = await self.require_room(name, spec, key, beside=beside)
+        empty = None if instead is None else self._store.copies.tree(instead)
+        if self._gate is not None:
+            # It may have been taken over meanwhile.
+            self._gate.require(name)
         self._journal.fold()
         self._store.drafts.publish(draft, name, key, spec, instead=instead)
+        tree = self._put(name, spec, key, instead, beside=beside)
+        if self._gate is not None:
+            self._gate.edits.imported(name, tree, None if empty is None else empty.root)
+        return tree
+
+    def _put(self, name: str, spec: EnvironmentSpec, key: str, instead: int | None, *, beside: bool) -> Tree:
+        """Let the task in memory have the tree of the store that was published."""
         replaced = None if instead is None else self._trees.close(instead)
         if replaced is not None:
             replaced.root.detached = True

@@ -56,7 +56,7 @@ _SAVED = frozenset({Outcome.HIT, Outcome.WAIT})
 class TrajectoryRequest:
     """Which rollouts to write, and how."""
 
-    task: str | None = None  # Only rollouts of this task; None for all.
+    tasks: tuple[str, ...] | None = None  # Only rollouts of these tasks; None for all.
     rollout: str | None = None  # Only rollouts of this name; None for all.
     labels: Mapping[str, str] = field(default_factory=dict)  # Only rollouts with all of these labels.
     answer_bytes: int = ANSWER_BYTES  # Longest answer or upload; longer ones are cut and marked.
@@ -88,11 +88,12 @@ def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
     """Return the condition of the rollouts to write, and its values."""
     parts, values = labels_condition(request.labels, "labels")
     parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
-    for name in ("task", "rollout"):
-        wanted = getattr(request, name)
-        if wanted is not None:
-            parts.append(f"{'name' if name == 'rollout' else name} = :{name}")
-            values[name] = wanted
+    if request.tasks is not None:
+        parts.append("task IN (SELECT value FROM json_each(:tasks))")
+        values["tasks"] = orjson.dumps(request.tasks).decode()
+    if request.rollout is not None:
+        parts.append("name = :rollout")
+        values["rollout"] = request.rollout
     return " AND ".join(parts), values
 
 

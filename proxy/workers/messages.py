@@ -8,7 +8,7 @@ class GivenConnection(IpcMessage, op="given_connection", descriptors=(1, 1)):
 
 
 class ViewAnswer(IpcMessage, op="view_answer"):
-    """A worker's response; its body is the body.
+    """The head of a worker's response; its body follows with the answers to `PieceRequest`.
 
     Attributes:
         status: The HTTP status.
@@ -35,11 +35,9 @@ class ViewRequest(IpcRequest[ViewAnswer], op="view_request"):
         path: The path.
         query: The query string.
         headers: Names and values.
-        in_pieces: Whether the answer has no body: the body follows with the answers to `PieceRequest`.
     """
 
     method: str
     path: str
     query: str
     headers: list[list[str]]
-    in_pieces: bool = False

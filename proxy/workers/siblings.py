@@ -9,7 +9,7 @@ passes through two processes. If a worker dies, its connections end, as those of
    connection waits for it, `PATIENCE_S` at most, and gets 503 with `Retry-After`. The call was not executed.
 2. Once a connection is sent, this process does nothing more with it. If the worker dies with it, the client sees the
    end of its connection, and not an answer that could be wrong.
-3. Views that show all tasks are put together from the workers' parts (`ask`, and `begin` for long ones), see `views`.
+3. Views that show all tasks are put together from the workers' parts (`begin`), see `views`.
 """
 
 import asyncio
@@ -31,9 +31,8 @@ from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 from proxy.workers.messages import GivenConnection, Piece, PieceRequest, ViewAnswer, ViewRequest
 from proxy.workers.routing import Routes
-from proxy.workers.streams import OwnPart, PartCutError, SiblingPart, whole
+from proxy.workers.streams import OwnPart, PartCutError, SiblingPart
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
-from sandboxes.ipc.codec import Envelope
 from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
@@ -82,9 +81,17 @@ class Siblings:
         self._waiting, self._is_closing = 0, False
 
     @property
-    def count(self) -> int:
-        """Number of workers."""
-        return self.routes.share.of
+    def own(self) -> int:
+        """Number of this worker."""
+        return self.routes.share.number
+
+    async def numbers(self, scope: Scope) -> list[int]:  # noqa: ARG002 - see `Others`
+        """Return the numbers of all workers."""
+        return list(range(self.routes.share.of))
+
+    def is_part(self, scope: Scope) -> bool:  # noqa: ARG002 - see `Others`
+        """Return False: requests of other workers do not come by HTTP."""
+        return False
 
     # -- to other workers --------------------------------------------------------------------------------------------
 
@@ -97,27 +104,13 @@ class Siblings:
         """Give a connection to another worker, with the bytes that are not answered."""
         self._tasks.spawn("connection for another worker", self._give(process, connection, held))
 
-    async def ask(self, number: int, request: ViewRequest) -> Envelope[ViewAnswer]:
-        """Ask a worker for its part of a view.
+    async def begin(self, number: int, request: ViewRequest) -> SiblingPart:
+        """Let a worker begin its part of a view; the caller closes it.
 
         Raises:
             WorkerAwayError: It does not answer.
         """
         # A channel of its own: answers come in order, and a connection must not wait for a long list.
-        channel = await self._connect(number)
-        try:
-            return await channel.ask(request)
-        except (ChannelClosedError, PeerFailedError) as error:
-            raise WorkerAwayError(number) from error
-        finally:
-            channel.close()
-
-    async def begin(self, number: int, request: ViewRequest) -> SiblingPart:
-        """Let a worker begin its part of a view that is read in pieces; the caller closes it.
-
-        Raises:
-            WorkerAwayError: It does not answer.
-        """
         channel = await self._connect(number)
         try:
             return SiblingPart(channel, (await channel.ask(request)).message)
@@ -233,10 +226,9 @@ class Siblings:
                         await _adopt(envelope.fds[0], envelope.body, make_protocol)
                     case PieceRequest() if part is not None:
                         await channel.post(Piece(), body=await part.next())
-                    case ViewRequest(in_pieces=in_pieces) as request:
+                    case ViewRequest() as request:
                         part = await respond(request)
-                        body = b"" if in_pieces else await whole(part)
-                        await channel.post(ViewAnswer(part.status, part.headers), body=body)
+                        await channel.post(ViewAnswer(part.status, part.headers))
         except (ChannelClosedError, PeerFailedError):
             pass
         except PartCutError as error:

@@ -1,9 +1,12 @@
-"""Requests that name no task: the worker that gets one asks all workers, and puts their parts together."""
+"""Requests that name no task: the process that gets one asks all of them, and puts their parts together.
+
+The processes are the workers of a proxy, or the members of a cluster (`Others`).
+"""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import parse_qs, urlencode
 
 import orjson
@@ -13,6 +16,7 @@ from starlette.responses import StreamingResponse
 from proxy.control.paging import packed_cursor, unpacked_cursor
 from proxy.control.reports import ReportPart, report_of
 from proxy.control.routes.transfer import MEDIA_TYPE as BUNDLE_TYPE
+from proxy.dataplane.app import OtherProxies
 from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
@@ -27,7 +31,7 @@ from proxy.workers.merging import (
     merged_wrong_answers,
 )
 from proxy.workers.messages import ViewRequest
-from proxy.workers.siblings import Siblings, WorkerAwayError
+from proxy.workers.siblings import WorkerAwayError
 from proxy.workers.streams import OwnPart, PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
 from sandboxes.ipc.codec import with_members
 
@@ -68,17 +72,71 @@ class _RefusedError(Exception):
         self.part = part
 
 
-class AllWorkers:
-    """Answers requests of clients: those that name no task for all workers, and all others by the application."""
+class Others(Protocol):
+    """The other processes."""
 
-    def __init__(self, application: AsgiApp, siblings: Siblings) -> None:
+    @property
+    def own(self) -> int:
+        """Number of this process."""
+        ...
+
+    def is_part(self, scope: Scope) -> bool:
+        """Return whether a request asks for a part only."""
+        ...
+
+    async def numbers(self, scope: Scope) -> list[int]:
+        """Return the numbers of all processes that have a part of the response to a request.
+
+        Raises:
+            RefusalError: The request is not authorised, or they are not known.
+        """
+        ...
+
+    async def begin(self, number: int, request: ViewRequest) -> ResponsePart:
+        """Let another process begin its part; the caller closes it.
+
+        Raises:
+            RefusalError: It does not answer.
+        """
+        ...
+
+
+class Members:
+    """The members of a cluster. Implements `Others`."""
+
+    def __init__(self, members: OtherProxies) -> None:
+        self._members = members
+
+    @property
+    def own(self) -> int:
+        """Number of this member."""
+        return self._members.number
+
+    def is_part(self, scope: Scope) -> bool:
+        """See `Others.is_part`."""
+        return self._members.is_peers(scope)
+
+    async def numbers(self, scope: Scope) -> list[int]:
+        """See `Others.numbers`."""
+        return await self._members.numbers(scope)
+
+    async def begin(self, number: int, request: ViewRequest) -> ResponsePart:
+        """See `Others.begin`. A member that does not answer is a response with the status 503."""
+        return await OwnPart.begun(self._members.application(number), request)
+
+
+class AllWorkers:
+    """Answers requests of clients: those that name no task for all processes, and all others by the application."""
+
+    def __init__(self, application: AsgiApp, others: Others, paths: Container[str] | None = None) -> None:
         """Stand before an application.
 
         Args:
-            application: This worker's data plane.
-            siblings: The other workers.
+            application: This process's data plane, or what stands before it.
+            others: The other processes.
+            paths: The paths of the requests that are answered for all processes; None for all that name no task.
         """
-        self._application, self._siblings = application, siblings
+        self._application, self._others, self._paths = application, others, paths
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
@@ -98,7 +156,8 @@ class AllWorkers:
         path = scope.get("path", "")
         merge = self._merges.get((scope.get("method", ""), path))
         is_stream = scope.get("method") == "GET" and path in _STREAMS
-        if scope["type"] != "http" or (merge is None and not is_stream):
+        is_own = self._paths is not None and path not in self._paths
+        if scope["type"] != "http" or is_own or (merge is None and not is_stream) or self._others.is_part(scope):
             await self._application(scope, receive, send)
             return
         try:
@@ -133,14 +192,13 @@ class AllWorkers:
         Raises:
             WorkerAwayError: The worker does not answer.
         """
-        if number == self._siblings.routes.share.number:
-            part = await self.respond(request)
-            try:
-                return WorkerPart(part.status, part.headers, await whole(part))
-            finally:
-                await part.aclose()
-        envelope = await self._siblings.ask(number, request)
-        return WorkerPart(envelope.message.status, envelope.message.headers, envelope.body)
+        part = await self._begin(number, request)
+        try:
+            return WorkerPart(part.status, part.headers, await whole(part))
+        except PartCutError as error:
+            raise WorkerAwayError(number) from error
+        finally:
+            await part.aclose()
 
     async def _parts(self, requests: Mapping[int, ViewRequest]) -> list[WorkerPart]:
         """Return the parts of some workers, in their order.
@@ -155,27 +213,27 @@ class AllWorkers:
                 raise _RefusedError(part)
         return parts
 
-    def _to_all(self, request: ViewRequest) -> dict[int, ViewRequest]:
-        return dict.fromkeys(range(self._siblings.count), request)
+    async def _to_all(self, scope: Scope, request: ViewRequest) -> dict[int, ViewRequest]:
+        return dict.fromkeys(await self._others.numbers(scope), request)
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def _of_all(self, merge: Callable[[list[Any]], Any]) -> Callable[[Scope], Awaitable[WorkerPart]]:
         async def view(scope: Scope) -> WorkerPart:
-            parts = await self._parts(self._to_all(_request(scope)))
+            parts = await self._parts(await self._to_all(scope, _request(scope)))
             return _json(merge([orjson.loads(part.body) for part in parts]))
 
         return view
 
     async def _report(self, scope: Scope) -> WorkerPart:
         request = with_members(_request(scope), path="/api/v1/report/part")
-        bodies = [part.body for part in await self._parts(self._to_all(request))]
+        bodies = [part.body for part in await self._parts(await self._to_all(scope, request))]
         # As long as a report of all tasks takes: the seconds of each call are sorted.
         report = await asyncio.to_thread(lambda: report_of([ReportPart.unpacked(body) for body in bodies]))
         return _json(report.model_dump(mode="json"))
 
     async def _ready(self, scope: Scope) -> WorkerPart:
-        return (await self._parts(self._to_all(_request(scope))))[0]
+        return (await self._parts(await self._to_all(scope, _request(scope))))[0]
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send a response that is joined while the parts are read.
@@ -184,11 +242,9 @@ class AllWorkers:
             WorkerAwayError: A worker does not answer; nothing was sent.
             _RefusedError: A worker refused; nothing was sent.
         """
-        request = with_members(_request(scope), in_pieces=True)
+        request, numbers = _request(scope), await self._others.numbers(scope)
         async with AsyncExitStack() as stack:
-            begun = await asyncio.gather(
-                *(self._begin(n, request) for n in range(self._siblings.count)), return_exceptions=True
-            )
+            begun = await asyncio.gather(*(self._begin(number, request) for number in numbers), return_exceptions=True)
             parts = [part for part in begun if not isinstance(part, BaseException)]
             for part in parts:
                 stack.push_async_callback(part.aclose)
@@ -206,14 +262,12 @@ class AllWorkers:
                 log.warning("a response of all workers was cut off", path=scope["path"], error=str(error))
 
     async def _begin(self, number: int, request: ViewRequest) -> ResponsePart:
-        if number == self._siblings.routes.share.number:
-            return await self.respond(request)
-        return await self._siblings.begin(number, request)
+        own = number == self._others.own
+        return await (self.respond(request) if own else self._others.begin(number, request))
 
     async def _metrics(self, scope: Scope) -> WorkerPart:
         """Return the metrics of the workers that answer, so that one that does not is noticed."""
-        request = _request(scope)
-        numbers = range(self._siblings.count)
+        request, numbers = _request(scope), await self._others.numbers(scope)
         answers = await asyncio.gather(*(self._part(number, request) for number in numbers), return_exceptions=True)
         texts, headers = dict[int, bytes](), list[list[str]]()
         for number, part in zip(numbers, answers, strict=True):
@@ -232,7 +286,8 @@ class AllWorkers:
         has of it gets another request, for as many as it has, so that its cursor is the position of the last one shown.
         """
         query = {name: values[-1] for name, values in parse_qs(scope["query_string"].decode("latin-1")).items()}
-        cursors = _cursors(query.pop("cursor", None), self._siblings.count)
+        numbers = await self._others.numbers(scope)
+        cursors = dict(zip(numbers, _cursors(query.pop("cursor", None), len(numbers)), strict=True))
         sort = query.get("sort", _PAGES[scope["path"]])
 
         def asking(number: int, limit: int | None = None) -> ViewRequest:
@@ -240,19 +295,25 @@ class AllWorkers:
             return _request(scope, urlencode({**query, **{name: value for name, value in own.items() if value}}))
 
         # Lists that were shown to their end are requested only for their length.
-        unseen = [number for number, cursor in enumerate(cursors) if cursor is not None]
-        requests = {number: asking(number, None if number in unseen else 1) for number in range(self._siblings.count)}
+        unseen = [number for number in numbers if cursors[number] is not None]
+        requests = {number: asking(number, None if number in unseen else 1) for number in numbers}
         views = [orjson.loads(part.body) for part in await self._parts(requests)]
-        pages = [view if number in unseen else _EMPTY for number, view in enumerate(views)]
+        shown = [view if number in unseen else _EMPTY for number, view in zip(numbers, views, strict=True)]
         limit = int(query.get("limit", _USUAL))
-        items, taken = merged_page(pages, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
+        items, counts = merged_page(shown, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
+        pages, taken = dict(zip(numbers, shown, strict=True)), dict(zip(numbers, counts, strict=True))
         cut = {n: asking(n, taken[n]) for n in unseen if 0 < taken[n] < len(pages[n]["items"])}
         places = dict(zip(cut, (orjson.loads(part.body)["next"] for part in await self._parts(cut)), strict=True))
         following = [
-            places[number] if number in cut else pages[number]["next"] if taken[number] else cursors[number]
-            for number in range(self._siblings.count)
+            None
+            if not pages[number]["items"]
+            else places[number]
+            if number in cut
+            else pages[number]["next"]
+            if taken[number]
+            else cursors[number]
+            for number in numbers
         ]
-        following = [None if not pages[n]["items"] else following[n] for n in range(self._siblings.count)]
         more = any(cursor is not None for cursor in following)
         total = sum(view["total"] for view in views)
         return _json({"items": items, "total": total, "next": packed_cursor(following) if more else None})

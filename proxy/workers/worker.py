@@ -13,6 +13,9 @@ from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
 
+OF_WORKERS = frozenset({"/metrics", "/readyz"})
+"""Paths of what the workers of one machine answer together when they are members of a cluster."""
+
 
 @dataclass(slots=True)
 class Worker:
@@ -22,12 +25,14 @@ class Worker:
         share: The tasks of this worker.
         siblings: The other workers.
         is_serving: Called when this worker answers requests.
+        is_member: Whether each worker is a member of a cluster, which merges all but `OF_WORKERS`.
         views: The views of all workers, from `before` on.
     """
 
     share: Share
     siblings: Siblings
     is_serving: Callable[[], None]
+    is_member: bool = False
     views: AllWorkers | None = None
 
     @classmethod
@@ -35,11 +40,11 @@ class Worker:
         """Return a worker of the proxy that the settings describe; nothing is connected yet."""
         share = Share(number, settings.workers)
         directories = [directory_of(settings.data, each) for each in range(settings.workers)]
-        return cls(share, Siblings(Routes(share), directories), is_serving)
+        return cls(share, Siblings(Routes(share), directories), is_serving, settings.cluster is not None)
 
     def before(self, application: AsgiApp) -> AsgiApp:
         """Return an application that answers requests without a task for all workers, and others by this one."""
-        self.views = AllWorkers(application, self.siblings)
+        self.views = AllWorkers(application, self.siblings, OF_WORKERS if self.is_member else None)
         return self.views
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol]) -> None:

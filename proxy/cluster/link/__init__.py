@@ -1,5 +1,5 @@
-"""Links between members: one TCP connection to each peer, which carries questions, their answers and streams.
+"""Connections between members: proofs of the secret, then HTTP: requests that are passed on, and streams of messages.
 
 Process: the proxy, when it is one member of a cluster.
-May import: proxy.cluster.postgres, sandboxes.
+May import: proxy, proxy.cluster.postgres, proxy.http, sandboxes, sandboxes.tool_clients.
 """

@@ -85,6 +85,12 @@ SELECT number, boot, name, url, until > clock_timestamp(),
     (SELECT count(*) FROM owners o WHERE o.member = m.number AND o.boot = m.boot)
 FROM forkpoint.members m ORDER BY name
 """
+_OWNERLESS = """
+WITH owners AS (
+    SELECT DISTINCT ON (task) task, member, boot FROM forkpoint.lines WHERE body IS NULL ORDER BY task, row DESC)
+SELECT o.task FROM owners o JOIN forkpoint.members m ON m.number = o.member
+WHERE m.boot <> o.boot OR m.until <= clock_timestamp() ORDER BY o.task
+"""
 _BEAT = """
 UPDATE forkpoint.members SET until = clock_timestamp() + %s * interval '1 second'
 WHERE number = %s AND boot = %s RETURNING number
@@ -110,7 +116,7 @@ class Peer(NamedTuple):
         number: Its number.
         boot: Its latest start.
         name: Its name.
-        url: Where its links are accepted, `host:port`.
+        url: Where it accepts peers, `host:port`.
         alive: Whether its lease holds.
     """
 
@@ -198,7 +204,7 @@ class ClusterDatabase:
 
         Args:
             name: Name of this member.
-            url: Where this member accepts links, `host:port`.
+            url: Where this member accepts peers, `host:port`.
             known: The cluster and the number that the data directory has; None for a new data directory.
 
         Raises:
@@ -276,6 +282,14 @@ class ClusterDatabase:
         """
         rows = await self._reads.run(lambda connection: rows_of(connection, _MEMBERS, ()))
         return [(Peer(*row[:5]), row[5]) for row in rows]
+
+    async def ownerless(self) -> list[str]:
+        """Return the tasks whose owner has died. It reads who owns each task.
+
+        Raises:
+            DatabaseError: The database did not answer.
+        """
+        return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, _OWNERLESS, ()))]
 
     async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
         """Write what this member uses of quotas, and return what other members use whose leases hold.

@@ -45,8 +45,7 @@ class SandboxSnapshots:
         async with self._engine.step.order.hold(rollout):
             node = rollout.node
         # Pin first: the snapshot may wait for a sandbox longer than the client waits, and a retry then profits.
-        node.pinned = True
-        self._engine.store.records.save_node(node)
+        self._engine.pin(rollout.tree, node, on=True)
         # A state that cannot be frozen is still reachable: its calls are replayed.
         with contextlib.suppress(NotFreezableError):
             await self._engine.restorer.take_snapshot(rollout.tree, node)
@@ -74,9 +73,7 @@ class SandboxSnapshots:
                 404, "no-such-template", f"template {template!r} was not found: only snapshots can be deleted."
             )
         opened = await self._engine.tasks.open(task)
-        _, node = self.node(opened, template)
-        node.pinned = False
-        self._engine.store.records.save_node(node)
+        self._engine.pin(*self.node(opened, template), on=False)
         for rollout in opened.rollouts.values():
             note = self._registry.note(rollout)
             kept = [snapshot for snapshot in note.snapshots if snapshot["snapshotID"] != template]

@@ -152,7 +152,7 @@ async def get_audit(engine: EngineDep, task: TaskDep, tree: TreeDep) -> AuditVie
 @router.put("/tasks/{task}/audit/masks")
 async def put_masks(engine: EngineDep, task: TaskDep, masks: Masks) -> AuditView:
     """Set the noise that comparisons of this task's answers ignore."""
-    engine.store.audits.put_masks(task.name, masks.model_dump_json())
+    engine.audit.put_masks(task.name, masks)
     return _view(engine, task, task.tree)
 
 

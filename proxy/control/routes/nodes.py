@@ -71,9 +71,8 @@ async def forget_node(
 @router.post("/tasks/{task}/nodes/{node}/pin")
 async def pin_node(control: ControlDep, task: TaskDep, position: PositionDep, pin: Pin | None = None) -> NodeDetail:
     """Pin a node's snapshot, so that it is never evicted, or unpin it."""
-    _, pinned = position
-    pinned.pinned = pin is None or pin.pinned
-    control.engine.store.records.save_node(pinned)
+    tree, pinned = position
+    control.engine.pin(tree, pinned, on=pin is None or pin.pinned)
     return control.reader.detail(task, pinned, snapshot_of(control.engine, pinned))
 
 

@@ -33,7 +33,7 @@ async def list_tasks(
     tasks = [
         (name, created_at, totals.get(name) or TaskTotals())
         for name, created_at in engine.store.tasks.all()
-        if q in name and grant.sees(name)
+        if q in name and grant.sees(name) and engine.has(name)
     ]
 
     def order(task: tuple[str, float, TaskTotals]) -> Order:

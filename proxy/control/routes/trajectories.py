@@ -27,7 +27,9 @@ async def read_trajectories(
     engine: EngineDep, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
 ) -> StreamingResponse:
     """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
-    return _stream(engine, TrajectoryRequest(None, None, wanted_labels(label), answer_bytes))
+    # In a cluster, the other members have the other tasks.
+    tasks = None if engine.gate is None else tuple(name for name, _ in engine.store.tasks.all() if engine.has(name))
+    return _stream(engine, TrajectoryRequest(tasks, None, wanted_labels(label), answer_bytes))
 
 
 @router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
@@ -39,7 +41,7 @@ async def read_task_trajectories(
     answer_bytes: AnswerBytes = ANSWER_BYTES,
 ) -> StreamingResponse:
     """Stream the rollouts of one task, with their calls, answers, timings and labels."""
-    return _stream(engine, TrajectoryRequest(task.name, rollout, wanted_labels(label), answer_bytes))
+    return _stream(engine, TrajectoryRequest((task.name,), rollout, wanted_labels(label), answer_bytes))
 
 
 def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:

@@ -6,21 +6,21 @@ for the end of a lease.
 
 import os
 
-from proxy.cluster.link import connection as link
 from proxy.cluster.postgres import connection as database
 from proxy.cluster.postgres import joining
 
 # Before the modules that import these values.
 joining.LEASE_S = float(os.environ.get("TESTS_LEASE_S", "60"))
 database.PATIENCE_S = 30.0
-link.SILENT_S = 60.0
 
 if __name__ == "__main__":
     from proxy.cli.main import main
     from proxy.cluster import forwarding
+    from proxy.cluster.link import passing
     from proxy.tree import polling
 
     forwarding.PATIENCE_S = 60.0
+    passing.SILENT_S = 60.0
     # Answers beside live processes hold, however long the machine takes from one call to the next.
     polling.AGE_TOLERANCE_S = 600.0
     main()

@@ -1,10 +1,12 @@
 """Every step is in the log before it is answered, so the log alone says where rollouts are."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
+from proxy.audit.noise_masks import Masks
 from proxy.cluster.lines import Kept
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError
@@ -119,3 +121,51 @@ def test_only_states_that_the_store_lacks_are_noted(tmp_path: Path) -> None:
             assert seen == [node.id]
 
     asyncio.run(go())
+
+
+def test_what_people_change_is_in_the_log(tmp_path: Path) -> None:
+    """Pins, masks, forgotten nodes and imported trees: the next owner has them, and the tree without calls is gone."""
+
+    async def go() -> None:
+        log, masks = Log(), Masks(masks=("dates",))
+        async with owner(tmp_path, 1, log, BreakableStore()) as one:
+            for number, command in enumerate(("echo 1 >> f", "echo 2 >> f", "echo 3 >> f"), 1):
+                await call(one, "a", command, number)
+            await call(one, "b", "echo 1 >> f", 4)
+            task = await one.engine.tasks.open(TASK)
+            tree, first, last = task.tree, task.rollouts["b"].node, task.rollouts["a"].node
+            exported = b"".join(one.engine.transfer.export(TASK, tree))
+            one.engine.pin(tree, first, on=True)
+            one.engine.audit.put_masks(TASK, masks)
+            assert last.origin is not None
+            await one.engine.forgetting.forget(tree, last.origin.source, end_rollouts=False)
+            await call(one, "c", "echo 9 >> g", 8)
+            gone = task.rollouts["c"].node
+            await one.engine.forgetting.forget(tree, gone, end_rollouts=True)
+            await one.owned.settled()
+        async with owner(tmp_path, 2, log, BreakableStore()) as two:
+            task = await two.engine.tasks.open(TASK)
+            assert task.tree.nodes[first.id].pinned
+            assert gone.id not in task.tree.nodes
+            assert two.engine.audit.masks(TASK) == masks
+            # The rollout that was there goes on alone, and others are not answered from there.
+            assert await call(two, "a", "cat f", 5) is Outcome.MISS
+            assert await call(two, "b", "echo 2 >> f", 6) is Outcome.MISS
+            await two.engine.forgetting.delete_task(TASK)
+            await two.engine.tasks.open(TASK)
+            assert (await two.engine.transfer.take(TASK, pieces(exported))).current
+            imported_tree = (await two.engine.tasks.open(TASK)).tree.id
+            await two.owned.settled()
+        async with owner(tmp_path, 3, log, BreakableStore()) as three:
+            tree = (await three.engine.tasks.open(TASK)).tree
+            assert (tree.id, len(tree.nodes)) == (imported_tree, 4)
+            for number in (1, 2, 3):
+                await call(three, "c", f"echo {number} >> f", 6 + number)
+            # A replay has proven the records of the file, and the rollout is where they lead.
+            assert len(tree.nodes) == 4
+
+    asyncio.run(go())
+
+
+async def pieces(data: bytes) -> AsyncIterator[bytes]:
+    yield data

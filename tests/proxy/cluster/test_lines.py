@@ -7,20 +7,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.cluster.lines import Deleted, Line, LogError, decode, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Line, LogError, decode, encode
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
-from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import (
+    FindingCopy,
+    MasksCopy,
+    NodeCopy,
+    NoteCopy,
+    RecordCopy,
+    RolloutCopy,
+    TaskCopy,
+    TreeCopy,
+)
 
 NUMBERS = st.integers(0, 2**53 - 1)
 VALUES = {
     int: NUMBERS, float: st.floats(allow_nan=False, allow_infinity=False), bool: st.booleans(),
     bytes: st.binary(max_size=50), str: st.text(max_size=20), float | None: st.none() | st.floats(0, 1e9),
     bytes | None: st.none() | st.binary(max_size=32), str | None: st.none() | st.text(max_size=20),
+    list[int]: st.lists(NUMBERS, max_size=3),
     int | None: st.none() | NUMBERS, Position: st.builds(Position, NUMBERS, NUMBERS),
     StepId: st.builds(StepId, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
 }  # fmt: skip
 KINDS: tuple[type[Line], ...] = (
     TaskCopy, TreeCopy, RecordCopy, FindingCopy, RolloutCopy, NoteCopy, Stepped, Ended, Deleted,
+    NodeCopy, MasksCopy, ForgottenRows,
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import orjson
 
 from tests.machine import until, wait_until
 from tests.proxy.cluster.nodes import MORTAL, PATIENT, Agent, Node, Truth, check_log, nodes, put_task, until_answered
@@ -95,6 +96,44 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
             "3",
             "4",
         }
+
+
+def test_rest_works_through_any_member(dsn: str, tmp_path: Path) -> None:
+    """What changes a task goes to its owner, and what shows all tasks comes from all members."""
+    with nodes(tmp_path, dsn, "ab", module=PATIENT) as members:
+        a, b = members.values()
+        for owner, task in ((a, "of-a"), (b, "of-b")):
+            put_task(owner, task)
+            assert history(call(owner, "1", "x", task)) == "x"
+            assert history(call(owner, "2", "x", task)) == "x"
+            assert history(call(owner, "1", "y", task)) == "xy"
+        task = f"{b.url}/api/v1/tasks/of-a"
+        last = httpx.get(f"{task}/rollouts/1").json()["node"]
+        assert httpx.post(f"{task}/nodes/{last}/pin").status_code == 200
+        assert httpx.put(f"{task}/audit/masks", json={"masks": ["dates"]}).json()["masks"]["masks"] == ["dates"]
+        exported = httpx.get(f"{task}/export").content
+        assert httpx.delete(f"{task}/nodes/{last}").json() == {"nodes": 1, "rollouts": [], "going_on": ["1"]}
+        assert history(call(b, "2", "y", "of-a")) == "xy"
+        for node in (a, b):
+            shown = httpx.get(f"{node.url}/api/v1/tasks").json()
+            assert ([each["task"] for each in shown["items"]], shown["total"]) == (["of-a", "of-b"], 2)
+            lines = httpx.get(f"{node.url}/api/v1/trajectories").text.splitlines()
+            assert [(line["task"], line["rollout"]) for line in map(orjson.loads, lines)] == [
+                ("of-a", "1"), ("of-a", "2"), ("of-b", "1"), ("of-b", "2"),
+            ]  # fmt: skip
+            assert httpx.get(f"{node.url}/api/v1/stats").json()["calls"] == 7
+            refused = httpx.get(f"{node.url}/api/v1/backup")
+            assert (refused.status_code, "pg_dump" in refused.text) == (409, True)
+        # An upload goes to the owner as it comes.
+        put_task(a, "other")
+        call(a, "1", "x", "other")
+        assert httpx.delete(f"{b.url}/api/v1/tasks/of-a").status_code == 204
+        put_task(a, "of-a")
+        imported = httpx.post(f"{task}/import", content=iter([exported[:100], exported[100:]]), timeout=60)
+        assert (imported.status_code, imported.json()["records"]) == (201, 2), imported.text
+        # The rollouts of a member that has left are in the list of all trajectories too.
+        a.stop()
+        assert '"task":"other"' in httpx.get(f"{b.url}/api/v1/trajectories", timeout=60).text.replace(" ", "")
 
 
 def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) -> None:

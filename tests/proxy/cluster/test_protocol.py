@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from proxy.cluster.protocol import MAX_ANSWERED, Ended, Outbox, Position, StepId, Stepped, Steps, replaceable
+from proxy.cluster.protocol import MAX_ANSWERED, Ended, Floors, Outbox, Position, StepId, Stepped, Steps, replaceable
 from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
 
 
@@ -22,7 +22,7 @@ from tests.proxy.cluster.world import FRESH, KNOWN, Budget, World
         ((FRESH,), Budget(claims=2, crashes=0, lost_acks=1)),
         ((KNOWN, KNOWN), Budget(claims=1, crashes=0, refusals=1, give_ups=1)),
         ((KNOWN, KNOWN), Budget(claims=2, crashes=1)),
-        ((KNOWN, KNOWN), Budget(claims=2, crashes=0, give_ups=1)),
+        ((KNOWN, KNOWN), Budget(claims=1, crashes=0, breaks=1)),
         ((KNOWN, FRESH), Budget(claims=2, crashes=0, compactions=1)),
     ],
 )
@@ -105,6 +105,18 @@ def test_an_agent_that_tries_again_has_the_answer_of_the_last_step_only() -> Non
     assert steps.answered(7, first, is_again=True) == 11
     steps.take(step(2, other))
     assert steps.answered(7, first, is_again=True) is None
+
+
+def test_what_an_ingress_makes_no_more_is_late() -> None:
+    """Whichever connection it comes on. A later start of the ingress makes none of the earlier one's calls."""
+    floors = Floors()
+    assert not floors.is_late(30, 1, 4)
+    floors.note(30, 1, 5)
+    floors.note(30, 1, 4)
+    assert [floors.is_late(30, 1, number) for number in (4, 5)] == [True, False]
+    assert not floors.is_late(40, 1, 4)
+    floors.note(30, 2, 1)
+    assert [floors.is_late(30, 1, 9), floors.is_late(30, 2, 1)] == [True, False]
 
 
 def test_a_step_that_was_not_taken_is_replaced() -> None:

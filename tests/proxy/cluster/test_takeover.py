@@ -5,11 +5,20 @@ from hashlib import sha256
 import pytest
 
 from proxy.cluster import takeover
-from proxy.cluster.lines import Deleted, Kept, Line, Unkept, encode
+from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
-from proxy.storage.copies import FindingCopy, NoteCopy, RecordCopy, RolloutCopy, TaskCopy, TreeCopy
+from proxy.storage.copies import (
+    FindingCopy,
+    MasksCopy,
+    NodeCopy,
+    NoteCopy,
+    RecordCopy,
+    RolloutCopy,
+    TaskCopy,
+    TreeCopy,
+)
 
 TASK = TaskCopy("t", None, 1.0)
 TREE = TreeCopy(1, "t", "key", "{}", 10, None, None, 1.0)
@@ -58,8 +67,8 @@ def test_latest_notes_of_running_rollouts() -> None:
 
 def test_later_record_of_a_call_answers() -> None:
     """A call that ran again has two records, and only one of them under its key."""
-    rows = [LogRow(1, 1, encode([record(1, 10, b"k" * 32, 11), record(2, 10, b"k" * 32, 12)]))]
-    first, second = read_log(rows).copies()
+    rows = [LogRow(1, 1, encode([TREE, record(1, 10, b"k" * 32, 11), record(2, 10, b"k" * 32, 12)]))]
+    _, first, second = read_log(rows).copies()
     assert isinstance(first, RecordCopy)
     assert isinstance(second, RecordCopy)
     assert (second.record, second.key, second.private) == (2, b"k" * 32, False)
@@ -71,8 +80,34 @@ def test_latest_finding_of_a_record_comes_behind_it() -> None:
     """The next owner withholds what this one has withheld."""
     known, first = record(1, 10, b"k" * 32, 11), FindingCopy(1, 1, "files", False, False, 2.0)
     latest = first._replace(quarantined=True)
-    rows = [LogRow(1, 1, encode([known, first])), LogRow(2, 1, encode([latest]))]
-    assert read_log(rows).copies() == [known, latest]
+    rows = [LogRow(1, 1, encode([TREE, known, first])), LogRow(2, 1, encode([latest]))]
+    assert read_log(rows).copies() == [TREE, known, latest]
+
+
+def test_forgotten_records_answer_no_later_owner() -> None:
+    """Nor do their nodes come back, whatever else the log says of them, and after a compaction too."""
+    first, second, third = record(1, 10, b"k" * 32, 11), record(2, 11, b"l" * 32, 12), record(3, 10, b"m" * 32, 13)
+    pinned, aside = NodeCopy(12, "", True), NodeCopy(13, "it was forgotten", False)
+    said: list[Line] = [TREE, first, second, third, pinned, Kept(12, "state", 1), aside, MasksCopy("t", "{}")]
+    rows = [LogRow(1, 1, encode(said)), LogRow(2, 1, encode([ForgottenRows([11, 12], [1, 2])]))]
+    reading = read_log(rows)
+    assert reading.copies() == [TREE, third, aside, MasksCopy("t", "{}")]
+    assert reading.kept == {}
+    log, how = {row.row: row for row in rows}, Compaction(reading)
+    assert compacted(log, reading, how).copies() == reading.copies()
+
+
+def test_records_of_an_import_count_with_its_tree() -> None:
+    """An import whose member died leaves no part of a tree. The tree that it replaces goes when it is there."""
+    one, two = record(5, 20, b"k" * 32, 21), record(6, 21, b"l" * 32, 20)
+    began: list[Line] = [TASK, TREE, one._replace(tree=2), two._replace(tree=2)]
+    assert read_log([LogRow(1, 1, encode(began))]).copies() == [TASK, TREE]
+    tree = TREE._replace(tree=2, root=20)
+    ended: list[Line] = [ForgottenRows([TREE.root], []), tree]
+    copies = read_log([LogRow(1, 1, encode(began)), LogRow(2, 1, encode(ended))]).copies()
+    # The second one leads back to the root, which is there without it.
+    led_back = two._replace(tree=2, is_first=False, exact=None, content=None)
+    assert copies == [TASK, tree, one._replace(tree=2), led_back]
 
 
 def test_a_compacted_log_says_the_same() -> None:
@@ -140,15 +175,16 @@ def test_large_log_is_compacted_in_steps(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_deleted_task_is_gone_in_each_step_of_a_compaction(monkeypatch: pytest.MonkeyPatch, behind: int) -> None:
     """What it was made of does not come back, not even records that have a row to themselves."""
     monkeypatch.setattr(takeover, "CHUNK_BYTES", 900)
+    new = TREE._replace(root=20)
     log = {1: LogRow(1, 1, None), 2: LogRow(2, 1, encode([TASK, TREE, rollout(5), Kept(11, "n", 1)]))}
     for number in range(3, 12):
         log[number] = LogRow(number, 1, encode([record(number, 10, b"k%d" % number, 11)]))
-    log[12] = LogRow(12, 1, encode([record(12, 10, b"old", 11), Deleted(), record(13, 20, b"new", 21), TASK]))
+    log[12] = LogRow(12, 1, encode([record(12, 10, b"old", 11), Deleted(), record(13, 20, b"new", 21), TASK, new]))
     for number in range(14, 14 + behind):
         log[number] = LogRow(number, 1, encode([record(number, 20, b"k%d" % number, 21)]))
     before = read_log(log.values())
     assert [copy.record for copy in before.copies() if isinstance(copy, RecordCopy)] == list(range(13, 14 + behind))
-    assert (before.rollouts, before.kept, before.trees) == ({}, {}, {})
+    assert (before.rollouts, before.kept, before.trees) == ({}, {}, {1: new})
     how = compaction_of(before)
     assert how is not None
     again = compacted(log, before, how)

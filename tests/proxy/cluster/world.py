@@ -13,7 +13,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from proxy.cluster.protocol import Outbox, Position, StepId, Stepped, Steps, replaceable
+from proxy.cluster.protocol import Floors, Outbox, Position, StepId, Stepped, Steps, replaceable
 
 ROLLOUT = 7
 KNOWN, FRESH = "known", "fresh"
@@ -37,12 +37,16 @@ class Made(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call on its way, or at an owner. `link` counts the links of its ingress to the owner."""
+    """A call on its way, or at an owner. `link` counts the connections of its ingress to the owner that broke before.
+
+    `oldest` is the oldest call that the ingress may make again.
+    """
 
     ingress: int
     boot: int
     link: int
     number: int
+    oldest: int
     is_again: bool
     view: int
     key: str
@@ -64,6 +68,7 @@ class Owner:
     outbox: Outbox[Any]
     tree: dict[tuple[int, str], Made]
     at: Position
+    floors: Floors = field(default_factory=Floors)
     waiting: tuple[Call, ...] = ()
     confirmed: int | None = None
     is_asking: bool = False
@@ -71,12 +76,14 @@ class Owner:
 
     def copy(self) -> "Owner":
         outbox = Outbox(self.outbox.row, list(self.outbox.waiting), list(self.outbox.sent))
-        return replace(self, steps=Steps(self.steps.lines()), outbox=outbox, tree=dict(self.tree))
+        floors = Floors()
+        floors._of = dict(self.floors._of)
+        return replace(self, steps=Steps(self.steps.lines()), outbox=outbox, tree=dict(self.tree), floors=floors)
 
     def frozen(self) -> Hashable:
         return (
             self.view, tuple(self.steps.lines()), self.outbox.row, tuple(self.outbox.sent), _items(self.tree), self.at,
-            self.waiting, self.confirmed, self.is_asking, self.is_busy,
+            _items(self.floors._of), self.waiting, self.confirmed, self.is_asking, self.is_busy,
         )  # fmt: skip
 
 
@@ -145,7 +152,7 @@ class World:
         self.agent = Agent()
         self.network: set[Message] = set()
         self.links: dict[tuple[int, int], tuple[Call, ...]] = {}
-        """What is on its way on the present link from an ingress to an owner, in order."""
+        """What is on its way from an ingress to an owner, each call on a connection of its own: in any order."""
         self.breaks: dict[tuple[int, int], int] = {}
         chain = tuple(Made(node, KNOWN, node + 1, 0) for node in range(len(script)))
         self.log: dict[int, tuple[Any, ...]] = {1: chain}
@@ -172,8 +179,8 @@ class World:
 
     def _arrivals(self) -> Iterator[tuple[Any, ...]]:
         for link, calls in self.links.items():
-            if calls:
-                yield "arrive", *link
+            for call in calls:
+                yield "arrive", *link, call
             if self.budget.breaks:
                 yield "break", *link
         for message in self.network:
@@ -301,8 +308,7 @@ class World:
         return self.breaks.get((ingress, to), 0)
 
     def _end(self, link: tuple[int, int]) -> None:
-        """End a link: what was on it is lost, or is not served when it arrives."""
-        self.links[link] = ()
+        """End the connections between two members: what was on them still arrives, or is lost. No answer does."""
         self.breaks[link] = self._link(*link) + 1
         self.network = {each for each in self.network if each[0] != "answer" or (each[1], each[3]) != link}
 
@@ -315,19 +321,20 @@ class World:
         # The ingress looks the owner up; it may have been replaced since.
         owner = self.members[to].owner
         assert owner is not None
-        call = Call(
-            ingress, member.boot, link, member.agent_call, member.is_again, owner.view, self.script[self.agent.asked]
-        )
+        # The agent waits for this call, and is told to try again with the one that was not answered.
+        oldest = min(member.agent_call, member.unanswered or member.agent_call)
+        key = self.script[self.agent.asked]
+        call = Call(ingress, member.boot, link, member.agent_call, oldest, member.is_again, owner.view, key)
         member.sent[to] = link
         self.links[ingress, to] = (*self.links.get((ingress, to), ()), call)
 
-    def _arrive(self, ingress: int, to: int) -> None:
-        call, *rest = self.links[ingress, to]
-        self.links[ingress, to] = tuple(rest)
+    def _arrive(self, ingress: int, to: int, call: Call) -> None:
+        self.links[ingress, to] = tuple(each for each in self.links[ingress, to] if each != call)
         owner = self.members[to].owner
         if owner is not None and call.view == owner.view:
+            owner.floors.note(ingress, call.boot, call.oldest)
             owner.waiting = (*owner.waiting, call)
-        else:
+        elif call.link == self._link(ingress, to):
             # It asks the next owner, or this one again.
             self.members[ingress].sent.pop(to, None)
 
@@ -369,9 +376,7 @@ class World:
         if record is not None:
             self._answer(number, owner, next(made for made in owner.tree.values() if made.node == record))
             return True
-        ingress = self.members[call.ingress]
-        is_gone = not ingress.up or ingress.boot != call.boot
-        if is_gone or (call.link != self._link(call.ingress, number) and call.ingress != number):
+        if owner.floors.is_late(call.ingress, call.boot, call.number):
             self._end_turn(owner)
             return True
         if owner.steps.must_confirm(ROLLOUT, call.ingress, owner.at.turn, owner.confirmed):

@@ -153,7 +153,7 @@ def test_pieces_stay_small_for_long_rollouts(tmp_path: Path) -> None:
             ((rollout, record),) = running.store.database.rows("SELECT rollout, record FROM steps", ())
             steps = [JournalEntry(rollout, turn, record, Outcome.HIT) for turn in range(1, 10_000)]
             running.store.rollouts.fold(steps)
-            return [len(piece) for piece in trajectories(running.store.database, TrajectoryRequest("task"))]
+            return [len(piece) for piece in trajectories(running.store.database, TrajectoryRequest(("task",)))]
 
     pieces = asyncio.run(sizes())
     assert len(pieces) > 10

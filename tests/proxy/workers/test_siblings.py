@@ -10,10 +10,10 @@ import pytest
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.shares import Share
 from proxy.workers import siblings as module
-from proxy.workers.messages import ViewAnswer, ViewRequest
+from proxy.workers.messages import ViewRequest
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings, WorkerAwayError
-from proxy.workers.streams import OwnPart
+from proxy.workers.streams import OwnPart, whole
 
 REQUEST = ViewRequest("GET", "/metrics", "", [["host", "localhost"]])
 
@@ -116,7 +116,7 @@ def test_worker_that_stays_away_is_503(tmp_path: Path, monkeypatch: pytest.Monke
             first.give(1, server, b"a\n")
             data = await everything(client)
         with pytest.raises(WorkerAwayError) as away:
-            await first.ask(1, REQUEST)
+            await first.begin(1, REQUEST)
         await first.aclose()
         return data, str(away.value)
 
@@ -153,7 +153,7 @@ def test_another_user_s_process_is_no_worker(tmp_path: Path, monkeypatch: pytest
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         with pytest.raises(WorkerAwayError):
-            await first.ask(1, REQUEST)
+            await first.begin(1, REQUEST)
         await first.aclose()
         await second.aclose()
 
@@ -161,15 +161,17 @@ def test_another_user_s_process_is_no_worker(tmp_path: Path, monkeypatch: pytest
 
 
 def test_questions_are_answered(tmp_path: Path) -> None:
-    async def scenario() -> tuple[ViewAnswer, bytes]:
+    async def scenario() -> tuple[int, list[list[str]], bytes]:
         first, second = two(tmp_path)
         second.open(Recorded, respond)
-        envelope = await first.ask(1, REQUEST)
+        part = await first.begin(1, REQUEST)
+        body = await whole(part)
+        await part.aclose()
         await first.aclose()
         await second.aclose()
-        return envelope.message, envelope.body
+        return part.status, part.headers, body
 
-    assert asyncio.run(scenario()) == (ViewAnswer(200, [["host", "localhost"]]), b"/metrics")
+    assert asyncio.run(scenario()) == (200, [["host", "localhost"]], b"/metrics")
 
 
 def test_dead_worker_is_connected_anew(tmp_path: Path) -> None:

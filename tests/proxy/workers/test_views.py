@@ -68,7 +68,7 @@ def pages(folder: Path, lists: list[Lists], limit: int) -> list[list[str]]:
             if (cursor := page["next"]) is None:
                 break
         for worker in workers:
-            await worker._siblings.aclose()
+            await worker._others.aclose()  # type: ignore[attr-defined]
         return shown
 
     return asyncio.run(scenario())

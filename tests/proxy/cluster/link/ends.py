@@ -1,11 +1,12 @@
-"""A member that answers questions over a real socket."""
+"""A member that accepts peers over a real socket."""
 
-from collections.abc import AsyncIterator, Awaitable
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from proxy.cluster.link.frames import Hello
-from proxy.cluster.link.opener import LinkLostError
-from proxy.cluster.link.server import Handler, LinkServer
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.listener import PeerListener
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 
@@ -14,25 +15,13 @@ ASKER = Membership("cluster", 1, 7)
 ANSWERER = Membership("cluster", 2, 3)
 
 
-async def echo(hello: Hello, question: bytes, _begin: object = None) -> bytes:
-    return b"%d.%d:%b" % (hello.member, hello.boot, question)
-
-
 @asynccontextmanager
-async def serving(handler: Handler, secret: bytes = SECRET) -> AsyncIterator[tuple[LinkServer, Peer]]:
-    server = LinkServer(secret, ANSWERER, handler)
-    port = await server.listen("127.0.0.1", 0)
+async def accepting(make_http: Callable[[Hello], asyncio.Protocol] | None) -> AsyncIterator[Peer]:
+    """Accept peers, and yield how they reach this member."""
+    listener, end = PeerListener(SECRET, ANSWERER), socket.create_server(("127.0.0.1", 0))
+    listener.make_http = make_http
+    await listener.serve(end)
     try:
-        yield server, Peer(ANSWERER.number, ANSWERER.boot, "b", f"127.0.0.1:{port}", alive=True)
+        yield Peer(ANSWERER.number, ANSWERER.boot, "b", f"127.0.0.1:{end.getsockname()[1]}", alive=True)
     finally:
-        await server.aclose()
-
-
-async def attempt(question: Awaitable[bytes]) -> bytes | LinkLostError | None:
-    """Return the answer, or the error; None for a connection that was reset."""
-    try:
-        return await question
-    except LinkLostError as error:
-        return error
-    except ConnectionError:
-        return None
+        listener.close()

@@ -1,117 +1,96 @@
-"""Channels: messages of any size in both directions, never more under way than the window, and a clear end."""
+"""Channels: messages of any size in both directions, a sender that waits for its reader, and a clear end."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
 
-from proxy.cluster.link.channels import (
-    MAX_CHANNELS,
-    PIECE_BYTES,
-    WINDOW_BYTES,
-    ChannelEndedError,
-    Channels,
-    LinkChannel,
-)
-from proxy.cluster.link.frames import Frame, FrameKind, LinkError
+from proxy.cluster.link.channels import MAX_MESSAGE_BYTES, WINDOW_BYTES, ChannelEndedError, PeerChannel
 
 
-class Pipe:
-    """Two ends of a link without a network. Frames to `b` wait until `deliver`; those to `a` arrive at once."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Frame] = []
-        self.sent = 0
-        self.a: Channels = Channels(self._to_b, self._drained)
-        self.b: Channels = Channels(self.a_got, self._drained)
-
-    def _to_b(self, kind: FrameKind, stream: int, content: bytes) -> None:
-        self.sent += len(content)
-        self.waiting.append(Frame(kind, stream, content))
-
-    def a_got(self, kind: FrameKind, stream: int, content: bytes) -> None:
-        self.a.got(Frame(kind, stream, content))
-
-    def deliver(self) -> None:
-        waiting, self.waiting = self.waiting, []
-        for frame in waiting:
-            self.b.got(frame)
-
-    async def _drained(self) -> None: ...
+async def carry(one: PeerChannel, other: PeerChannel, piece: int) -> None:
+    """Carry what one end sends to the other one, in pieces of some size."""
+    async for data in one.outgoing():
+        for at in range(0, len(data), piece):
+            await other.got(data[at : at + piece])
+    other.lose()
 
 
-def running(test: Callable[[Pipe, LinkChannel, LinkChannel], Awaitable[None]]) -> None:
+def running(test: Callable[[PeerChannel, PeerChannel], Awaitable[None]], piece: int = 1 << 16) -> None:
     async def run() -> None:
-        pipe = Pipe()
+        a, b = PeerChannel(), PeerChannel()
+        carrying = [asyncio.ensure_future(carry(*ends, piece)) for ends in ((a, b), (b, a))]
         async with asyncio.timeout(30):
-            await test(pipe, pipe.a.open(1), pipe.b.open(1))
+            await test(a, b)
+        for each in carrying:
+            each.cancel()
+        await asyncio.gather(*carrying, return_exceptions=True)
 
     asyncio.run(run())
 
 
-def test_messages_arrive_as_they_were() -> None:
-    """Small, empty, and larger than the window; the end comes behind them."""
+@pytest.mark.parametrize("piece", [1, 7, 1 << 20])
+def test_messages_arrive_as_they_were(piece: int) -> None:
+    """Small, empty, and in whatever pieces; the end comes behind them."""
 
-    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
-        messages = [b"x", b"", bytes(range(256)) * (WINDOW_BYTES // 100), b"last"]
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
+        messages = [b"x", b"", bytes(range(256)) * 4, b"last"]
         for message in messages:
             a.write(message)
         a.close()
-        received: list[bytes | None] = []
-        reading = asyncio.ensure_future(b.receive())
-        while None not in received:
-            pipe.deliver()
-            await asyncio.sleep(0)
-            if reading.done():
-                received.append(reading.result())
-                reading = asyncio.ensure_future(b.receive())
-        assert received == [*messages, None]
+        assert [await b.receive() for _ in range(5)] == [*messages, None]
+        # What is written to an end that is closed is dropped.
+        a.write(b"late")
+        assert await b.receive() is None
 
-    running(test)
+    running(test, piece)
 
 
 def test_reader_that_does_not_read_stops_the_sender() -> None:
-    """No more than a window is under way; a message that was read makes room."""
+    """About a window waits at either end; a message that was read makes room."""
 
-    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
-        messages = [bytes(PIECE_BYTES) for _ in range(100)]
-        sending = asyncio.gather(*(a.send(message) for message in messages))
-        await asyncio.sleep(0)
-        pipe.deliver()
-        assert pipe.sent <= WINDOW_BYTES + PIECE_BYTES
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
+        message, count = bytes(WINDOW_BYTES // 4), 40
+
+        async def send() -> None:
+            for _ in range(count):
+                await a.send(message)
+
+        sending = asyncio.create_task(send())
+        await asyncio.sleep(0.05)
         assert not sending.done()
-        for message in messages:
-            while pipe.waiting:
-                pipe.deliver()
+        assert len(b._in) <= 5
+        for _ in range(count):
             assert await b.receive() == message
         await sending
 
     running(test)
 
 
-def test_peer_that_sends_too_much_is_refused() -> None:
-    """The window holds whatever the peer does, also with empty pieces."""
+def test_empty_messages_use_up_the_window_too() -> None:
+    """A peer could fill the memory of this member with them."""
 
-    async def test(_pipe: Pipe, _a: LinkChannel, b: LinkChannel) -> None:
-        def flood() -> None:
-            for _ in range(WINDOW_BYTES):
-                b.got(Frame(FrameKind.DATA, 1, b""))
+    async def run() -> None:
+        channel = PeerChannel()
+        getting = asyncio.create_task(channel.got(bytes(4) * (WINDOW_BYTES // 50)))
+        await asyncio.sleep(0.01)
+        assert not getting.done()
+        while not getting.done():
+            assert await channel.receive() == b""
+            await asyncio.sleep(0)
 
-        with pytest.raises(LinkError, match="more of a stream than is read"):
-            flood()
-
-    running(test)
+    asyncio.run(run())
 
 
-@pytest.mark.parametrize("ends", ["close", "link"])
+@pytest.mark.parametrize("ends", ["abort", "lose"])
 def test_end_wakes_both_sides(ends: str) -> None:
-    """A sender that waits for room and a reader learn that the peer or the link has gone."""
+    """A sender that waits for room and a reader learn that the peer or the connection has gone."""
 
-    async def test(pipe: Pipe, a: LinkChannel, b: LinkChannel) -> None:
-        sending = asyncio.ensure_future(a.send(bytes(2 * WINDOW_BYTES)))
+    async def test(a: PeerChannel, b: PeerChannel) -> None:
+        sending = asyncio.ensure_future(a.send(bytes(9 * WINDOW_BYTES)))
         reading = asyncio.ensure_future(a.receive())
-        await asyncio.sleep(0)
-        (b.abort if ends == "close" else pipe.a.lose)()
+        await asyncio.sleep(0.01)
+        (b.abort if ends == "abort" else a.lose)()
         with pytest.raises(ChannelEndedError):
             await sending
         assert await reading is None
@@ -119,15 +98,26 @@ def test_end_wakes_both_sides(ends: str) -> None:
     running(test)
 
 
-def test_channels_of_a_link_are_limited() -> None:
-    """A closed one makes room for the next."""
+def test_an_end_that_is_given_up_cuts_its_connection() -> None:
+    """Without what is queued."""
+    cut: list[int] = []
 
-    async def test(pipe: Pipe, a: LinkChannel, _b: LinkChannel) -> None:
-        for stream in range(2, MAX_CHANNELS + 1):
-            pipe.a.open(stream)
+    async def run() -> None:
+        channel = PeerChannel(lambda: cut.append(1))
+        channel.write(b"x")
+        channel.abort()
+        assert [data async for data in channel.outgoing()] == []
+        assert await channel.receive() is None
+
+    asyncio.run(run())
+    assert cut == [1]
+
+
+def test_a_huge_message_is_not_waited_for() -> None:
+    """Its length alone ends the channel."""
+
+    async def run() -> None:
         with pytest.raises(ChannelEndedError):
-            pipe.a.open(0)
-        a.close()
-        pipe.a.open(0)
+            await PeerChannel().got((MAX_MESSAGE_BYTES + 1).to_bytes(4))
 
-    running(test)
+    asyncio.run(run())

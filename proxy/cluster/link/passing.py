@@ -1,0 +1,378 @@
+"""Requests that this member passes on to others, as HTTP.
+
+Theory of operation:
+
+1. A connection to a peer begins with a greeting (`link.greeting`), by which both ends prove the secret. Then it is an
+   HTTP connection to the peer's application, and each request on it comes from this member. A connection whose response
+   has ended is used again.
+2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
+   so a slow reader holds up the writer. A connection that is closed is a client that has left.
+3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
+4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `PeerChannel`.
+5. What members ask each other is a request too, to the path `ASK`.
+6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
+   that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
+"""
+
+import asyncio
+import hmac
+import math
+import secrets
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self, cast
+from urllib.parse import quote, unquote
+
+import structlog
+
+from proxy.cluster.link.channels import PeerChannel
+from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
+from proxy.cluster.postgres.database import Peer
+from proxy.cluster.postgres.joining import Membership
+from proxy.http.asgi import Scope
+from proxy.refusals import RefusalError
+from sandboxes.http_message import HOP_BY_HOP
+from sandboxes.listener import Headers, Listener
+from sandboxes.task_owner import TaskOwner
+from sandboxes.tool_clients.http1 import MalformedResponseError, converse
+
+log = structlog.get_logger()
+
+PASSED, VIEW = b"x-forkpoint-passed", "x-forkpoint-view"
+"""Headers: what a member says of a request that it passes on, and the view that a peer without the task knows."""
+PEER = "forkpoint.peer"
+"""The key of a peer's greeting in the `state` of the requests on its connection."""
+ASK = "/peer"
+"""Path of the questions that members ask each other."""
+PING_S = 0.5
+"""Interval at which a peer is asked whether it lives, in seconds."""
+SILENT_S = 2.0
+"""Seconds without an answer to that after which a peer is dead. Below a lease, so that a new owner gets the requests in
+time. Halved, a busy machine loses its connections. Doubled, calls wait longer for a machine that has gone."""
+IDLE_S = 30.0
+"""How long a connection waits for its next request, in seconds. The peer closes it after two minutes."""
+_CHUNK_BYTES = 1 << 16
+_OWN = frozenset({b"content-length", b"expect", PASSED}) | {name.encode() for name in HOP_BY_HOP}
+
+
+class PeerLostError(RuntimeError):
+    """A peer did not answer, or not to the end. Whether it has taken the request is not known."""
+
+
+class Passed(NamedTuple):
+    """What a member says of a request that it passes on.
+
+    Attributes:
+        view: The owner's view, as the ingress knows it.
+        number: Number of the call among those of this start of the ingress.
+        oldest: Number of the oldest call of the task that the ingress may make again.
+        is_again: See `WaitingCall`.
+        scheme: `http` or `https`, as the agent has used it.
+        kind: What the connection becomes; a `Kind`.
+        task: Name of the task.
+    """
+
+    view: int
+    number: int
+    oldest: int
+    is_again: bool
+    scheme: str
+    kind: str
+    task: str
+
+    def pack(self) -> bytes:
+        """Return the value of the header."""
+        numbers = f"{self.view} {self.number} {self.oldest} {self.is_again:d}"
+        return f"{numbers} {self.scheme} {self.kind} {quote(self.task, safe='')}".encode()
+
+    @classmethod
+    def taken_from(cls, scope: Scope) -> Self | None:
+        """Take the header out of a request of a peer; None for a request that is not passed on."""
+        values = [value for name, value in scope["headers"] if name == PASSED]
+        if not values:
+            return None
+        scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
+        view, number, oldest, is_again, scheme, kind, task = values[0].decode().split(" ")
+        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, kind, unquote(task))
+
+
+def head_of(scope: Scope, passed: Passed | None, length: int | None) -> bytes:
+    """Return the head of a request that is passed on; a body without a length is sent in chunks."""
+    query = scope["query_string"]
+    target = scope["raw_path"] + (b"?" + query if query else b"")
+    named = [value for name, value in scope["headers"] if name == b"connection"]
+    dropped = _OWN | {token.strip().lower() for value in named for token in value.split(b",")}
+    headers = [header for header in scope["headers"] if header[0] not in dropped]
+    framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
+    said = [] if passed is None else [(PASSED, passed.pack())]
+    lines = [b"%b: %b" % header for header in (*headers, framing, *said)]
+    return b"\r\n".join([b"%b %b HTTP/1.1" % (scope.get("method", "GET").encode(), target), *lines, b"", b""])
+
+
+async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) -> AsyncIterator[bytes]:
+    """Yield a body in HTTP's chunked form. `failed` is called if it has no end, which the peer would wait for."""
+    try:
+        async for piece in body:
+            if piece:
+                yield b"%x\r\n%b\r\n" % (len(piece), piece)
+    except (OSError, RefusalError):
+        failed()
+        raise
+    yield b"0\r\n\r\n"
+
+
+class Kind:
+    """What the connection of a request becomes."""
+
+    CALL = "call"
+    """It gets a response."""
+    SOCKET = "socket"
+    """A WebSocket."""
+    HIJACKED, UPGRADED = "hijacked", "upgraded"
+    """A stream of bytes (Docker), after a request without or with an upgrade."""
+
+
+class PeerConnection:
+    """A connection to a peer that has proven the secret. Implements `http1.Connection`."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer, self._idle_since = reader, writer, math.inf
+
+    async def send(self, data: bytes) -> None:
+        """Send all data. Raises OSError if the connection broke."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def receive(self) -> bytes:
+        """Return the next bytes; none at the end of the connection. Raises OSError if it broke."""
+        return await self._reader.read(_CHUNK_BYTES)
+
+    def close(self) -> None:
+        """Do nothing: the connection may be used again."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._writer.transport.abort()
+
+    def rest(self) -> None:
+        """Note that no request is on the connection."""
+        self._idle_since = asyncio.get_running_loop().time()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the connection may take another request."""
+        is_open = not self._reader.at_eof() and not self._writer.is_closing()
+        return is_open and asyncio.get_running_loop().time() - self._idle_since < IDLE_S
+
+
+@dataclass(slots=True)
+class _Connections:
+    """The connections to one start of a peer."""
+
+    idle: list[PeerConnection] = field(default_factory=list)
+    busy: set[PeerConnection] = field(default_factory=set)
+    is_watched: bool = False
+
+
+class Passing:
+    """Passes requests on to peers."""
+
+    def __init__(self, secret: bytes, membership: Membership) -> None:
+        self._secret, self._membership = secret, membership
+        self._to: dict[Peer, _Connections] = {}
+        self._tasks = TaskOwner()
+
+    async def request(self, peer: Peer, head: bytes, body: bytes | AsyncIterator[bytes], listener: Listener) -> None:
+        """Pass a request on, and its response to the listener.
+
+        Raises:
+            PeerLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
+                request is not known.
+        """
+        to = self._to.get(peer) or self._begin(peer)
+        connection = await self._connection(peer, to)
+        to.busy.add(connection)
+        if not to.is_watched:
+            to.is_watched = True
+            self._tasks.spawn("watch a peer", self._watch(peer, to))
+        is_whole = False
+        try:
+            await converse(connection, head, body, listener, silence_s=1e9)
+            # Of a body in pieces the peer may have left something unread.
+            is_whole = isinstance(body, bytes) and len(body) <= _CHUNK_BYTES
+        except (OSError, MalformedResponseError, TimeoutError) as error:
+            raise PeerLostError(f"member {peer.name!r} did not answer: {error}") from error
+        finally:
+            to.busy.discard(connection)
+            if is_whole:
+                connection.rest()
+                to.idle.append(connection)
+            else:
+                connection.abort()
+
+    async def ask(self, peer: Peer, question: bytes) -> bytes:
+        """Ask a peer what only members ask.
+
+        Raises:
+            PeerLostError: It does not answer.
+        """
+        head = b"POST %b HTTP/1.1\r\nhost: member\r\ncontent-length: %d\r\n\r\n" % (ASK.encode(), len(question))
+        answer = _Whole()
+        await self.request(peer, head, question, answer)
+        if answer.status != 200:
+            raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
+        return b"".join(answer.parts)
+
+    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
+        """Pass on a request whose body and response are a channel, which the caller ends.
+
+        Returns:
+            The view that the peer knows if it does not have the task, else None; and the channel.
+
+        Raises:
+            PeerLostError: The peer did not answer.
+        """
+        passing: asyncio.Task[None] | None = None
+
+        def cut() -> None:
+            if passing is not None:
+                passing.cancel()
+
+        channel = PeerChannel(cut)
+        answer = _Streamed(channel)
+        passing = self._tasks.spawn("stream to a peer", self._stream(peer, head, channel, answer))
+        try:
+            return await answer.view, channel
+        except BaseException:
+            channel.abort()
+            raise
+
+    async def _stream(self, peer: Peer, head: bytes, channel: PeerChannel, answer: "_Streamed") -> None:
+        try:
+            await self.request(peer, head, in_chunks(channel.outgoing(), lambda: None), answer)
+        except PeerLostError as error:
+            if not answer.view.done():
+                answer.view.set_exception(error)
+        finally:
+            answer.view.cancel()
+            channel.lose()
+
+    def close(self) -> None:
+        """Close all connections. Requests on them fail with `PeerLostError`."""
+        self._tasks.cancel()
+        for to in self._to.values():
+            for connection in (*to.idle, *to.busy):
+                connection.abort()
+
+    def _begin(self, peer: Peer) -> _Connections:
+        """Begin to have connections to a start of a peer; those to earlier ones are closed."""
+        for known, to in tuple(self._to.items()):
+            for connection in [each for each in to.idle if not each.is_usable]:
+                connection.abort()
+                to.idle.remove(connection)
+            if not to.idle and not to.busy and not to.is_watched:
+                del self._to[known]
+        return self._to.setdefault(peer, _Connections())
+
+    async def _connection(self, peer: Peer, to: _Connections) -> PeerConnection:
+        while to.idle:
+            connection = to.idle.pop()
+            if connection.is_usable:
+                return connection
+            connection.abort()
+        return await self.open(peer)
+
+    async def open(self, peer: Peer) -> PeerConnection:
+        """Connect to a peer, and prove the secret to each other.
+
+        Raises:
+            PeerLostError: It cannot be reached.
+        """
+        member, writer = self._membership, None
+        hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
+        host, _, port = peer.url.rpartition(":")
+        try:
+            async with asyncio.timeout(SILENT_S):
+                reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+                writer.write(hello.pack())
+                greeting = await reader.readexactly(HELLO_BYTES + PROOF_BYTES)
+                answered = Hello.unpack(greeting[:HELLO_BYTES])
+                _require(self._secret, member.cluster, hello, greeting, peer)
+                writer.write(proof(self._secret, member.cluster, hello, answered, of_opener=True))
+        except (OSError, EOFError, TimeoutError, GreetingError) as error:
+            if writer is not None:
+                writer.transport.abort()
+            raise PeerLostError(f"member {peer.name!r} cannot be reached at {peer.url}: {error}") from error
+        return PeerConnection(reader, writer)
+
+    async def _watch(self, peer: Peer, to: _Connections) -> None:
+        """Ask a peer whether it lives as long as requests are unanswered."""
+        ping, pinged = b"GET /healthz HTTP/1.1\r\nhost: member\r\n\r\n", cast("PeerConnection | None", None)
+        try:
+            while True:
+                await asyncio.sleep(PING_S)
+                if not to.busy:
+                    return
+                async with asyncio.timeout(SILENT_S):
+                    pinged = await self._connection(peer, to)
+                    await converse(pinged, ping, b"", _Whole(), silence_s=SILENT_S)
+                pinged.rest()
+                to.idle.append(pinged)
+                pinged = None
+        except (OSError, MalformedResponseError, TimeoutError, PeerLostError) as error:
+            log.warning("a peer is silent", member=peer.name, reason=str(error))
+            for connection in (*to.busy, *to.idle):
+                connection.abort()
+        finally:
+            to.is_watched = False
+            if pinged is not None:
+                pinged.abort()
+
+
+def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: Peer) -> None:
+    """Check that a peer has proven the secret, and that it is the start of the member that is meant.
+
+    Raises:
+        GreetingError: It has not, or is another one.
+    """
+    answered = Hello.unpack(greeting[:HELLO_BYTES])
+    expected = proof(secret, cluster, hello, answered, of_opener=False)
+    if not hmac.compare_digest(greeting[HELLO_BYTES:], expected):
+        raise GreetingError("it does not have the cluster's secret")
+    if (answered.member, answered.boot) != (peer.number, peer.boot):
+        raise GreetingError("another member answers")
+
+
+class _Whole:
+    """Takes a short response whole."""
+
+    def __init__(self) -> None:
+        self.status, self.parts = 0, list[bytes]()
+
+    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - see `Listener`
+        self.status = status
+
+    async def data(self, chunk: bytes) -> None:
+        self.parts.append(chunk)
+
+
+class _Streamed:
+    """Takes a response that is a channel."""
+
+    def __init__(self, channel: PeerChannel) -> None:
+        self._channel = channel
+        self.view: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
+
+    async def head(self, status: int, headers: Headers) -> None:
+        named = dict(headers)
+        if self.view.done():
+            return
+        if VIEW in named:
+            self.view.set_result(int(named[VIEW]))
+        elif status == 200:
+            self.view.set_result(None)
+        else:
+            self.view.set_exception(PeerLostError(f"a peer has answered a stream with the status {status}"))
+
+    async def data(self, chunk: bytes) -> None:
+        await self._channel.got(chunk)
