@@ -68,11 +68,16 @@ def test_refusal_of_a_request_raises() -> None:
 )
 def test_headers_say_how_a_call_was_answered(status: str, outcome: str | None) -> None:
     timing = "tool;dur=12.500, restore;dur=3.000, replay;dur=0.000, wait;dur=1.000, cpu;dur=250.000, memory;desc=0"
-    headers = {"cache-status": status, "server-timing": timing, "x-forkpoint-node": "n7"}
+    headers = {
+        "cache-status": status,
+        "server-timing": timing,
+        "x-forkpoint-node": "n7",
+        "x-forkpoint-marks": "disk, output",
+    }
     answered: dict[str, Any] = how_answered(Reply(200, headers, b""))
     assert answered == {
         "outcome": outcome, "node": "n7", "tool_s": 0.0125, "restore_s": 0.003, "replay_s": 0.0, "wait_s": 0.001,
-        "cpu_s": 0.25, "peak_bytes": 0, "read_bytes": None, "written_bytes": None,
+        "cpu_s": 0.25, "peak_bytes": 0, "read_bytes": None, "written_bytes": None, "marks": ("disk", "output"),
     }  # fmt: skip
 
 

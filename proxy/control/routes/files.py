@@ -83,7 +83,7 @@ async def read_node_file(
     engine: EngineDep,
     position: PositionDep,
     request: Request,
-    path: Annotated[str, Path(description="Path from the root; empty for the root itself.", max_length=3 * _MAX_PATH)],
+    path: Annotated[str, Path(description="Path from the root; empty for the root itself.", max_length=1000)],
 ) -> Response:
     """Read a file of a node: its bytes, or the list of a directory. Links are named and not followed.
 

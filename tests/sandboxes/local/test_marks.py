@@ -32,7 +32,7 @@ def is_counted() -> bool:
     [
         ("echo fine; exit 3", ()),
         ("sleep 30", ("timeout",)),
-        ("head -c 20000000 /dev/zero > /tmp/large", ("disk",)),
+        ("mkdir /tmp/large; for i in 1 2 3 4; do head -c 5000000 /dev/zero > /tmp/large/$i; done; sleep 4", ("disk",)),
         ("seq 1 9999", ("output",)),
         ("seq 1 9999; sleep 30", ("timeout", "output")),
     ],
@@ -42,7 +42,7 @@ def test_call_has_the_marks_of_its_limits(data_dir: Path, command: str, expected
 
     async def test(sandbox: Sandbox) -> None:
         assert await marks(sandbox, command, timeout_s=5.0) == expected
-        assert await marks(sandbox, "rm -f /tmp/large") in ((), ("disk",))
+        assert await marks(sandbox, "rm -rf /tmp/large") in ((), ("disk",))
         assert await marks(sandbox, "true") == ()
 
     in_sandbox(data_dir, test, limits=LIMITS)
