@@ -30,7 +30,7 @@ _CHUNK_BYTES = 1 << 16
 _LOG_BYTES = 1 << 16
 
 
-class Relay:
+class HarnessRelay:
     """The connections of one harness."""
 
     def __init__(self, port: int, log: str) -> None:
@@ -188,4 +188,4 @@ def _write_frame(number: int, kind: bytes, data: bytes = b"") -> None:
 
 
 if __name__ == "__main__":
-    Relay(int(sys.argv[1]), sys.argv[2]).serve()
+    HarnessRelay(int(sys.argv[1]), sys.argv[2]).serve()

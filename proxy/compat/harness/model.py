@@ -69,7 +69,7 @@ class Model:
             raise InvalidRequestError("its target has dot segments")
         own = {name.lower() for name in self.headers}
         headers = [(name, value) for name, value in request["headers"] if name.lower() not in _NOT_PASSED | own]
-        body, whole = body_of(request), _Whole()
+        body, whole = body_of(request), _KeptResponse()
         await send(
             self.url, request["method"], request["target"], [*headers, *self.headers.items()], body, len(body), whole,
             silence_s=SILENCE_S,
@@ -79,7 +79,7 @@ class Model:
         return ModelResponse(whole.status, content_type(whole.headers), bytes(whole.body))
 
 
-class _Whole:
+class _KeptResponse:
     """Keeps a response, up to its limit."""
 
     def __init__(self) -> None:
