@@ -195,7 +195,7 @@ class Auditor:
             node = None if tree is None or origin is None else tree.nodes.get(origin[1])
             records = () if node is None else tuple(node.records.values())
             record = next((record for record in records if record.id == number and not record.private), None)
-            if tree is None or record is None or reaches_outside(tree.spec):
+            if tree is None or record is None or reaches_outside(tree.spec) or not record.repeatable:
                 # The record was forgotten, or its tree is not in memory: reading it back is not worth one check. Or the
                 # call would reach a real server once more, which only who asks for an audit may want.
                 continue

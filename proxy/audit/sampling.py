@@ -46,20 +46,24 @@ def sample_calls(top: Node, count: int | None, randomness: random.Random, before
     out that were recorded at `before` or later, in seconds since 1970. A count of None returns all of the calls.
     """
     led = top.origin
-    records = [] if led is None or led.private or led.differs or led.recorded_at >= before else [led]
+    records = [] if led is None or not _is_sampled(led) or led.recorded_at >= before else [led]
     stack = [top]
     while stack:
         node = stack.pop()
         for record in node.records.values():
             if record.private or record.differs:
                 continue
-            if record.recorded_at < before:
+            if record.recorded_at < before and _is_sampled(record):
                 records.append(record)
             if record.target.origin is record:
                 stack.append(record.target)
     if count is None or count >= len(records):
         return records
     return randomness.sample(records, count)
+
+
+def _is_sampled(record: Record) -> bool:
+    return not (record.private or record.differs) and record.repeatable
 
 
 def path_to(record: Record) -> ReplayPath | None:

@@ -79,6 +79,11 @@ class Record:
         """Whether the call changed nothing."""
         return self.target is self.source
 
+    @property
+    def repeatable(self) -> bool:
+        """Whether an audit may run the call again: not a turn of a harness, which draws ids and reads clocks."""
+        return self.reproducible or not self.target.still
+
     def repeated(self, now: float) -> bool:
         """Note that another execution reached `target` at this Unix time; return whether that proves the record."""
         self.doubtful = False
@@ -143,7 +148,9 @@ class Tree:
         """Return where a call at a node with this effect and state leads. Changes nothing. O(1)."""
         if not effect:
             return Destination(source, source.state)
-        if private or source.diverged or state is None or self.spec.merge == "off":
+        # A rollout of a harness is entered again at a turn of its own path, so no two paths meet.
+        merges = self.spec.merge == "on" and self.spec.harness is None
+        if private or source.diverged or state is None or not merges:
             return Destination(None, state)
         return Destination(self._by_state.get(state.exact), state)
 

@@ -1,6 +1,7 @@
 """The harness endpoint: `POST /t/{task}/r/{rollout}/harness` runs a rollout to its end and tells each turn."""
 
 from collections.abc import Mapping
+from contextlib import aclosing
 from typing import Annotated, Any
 
 import orjson
@@ -81,8 +82,9 @@ class HarnessEndpoint:
 
         async def content(send: Any) -> None:
             try:
-                async for event in run.events():
-                    await send(orjson.dumps(event) + b"\n")
+                async with aclosing(run.events()) as events:
+                    async for event in events:
+                        await send(orjson.dumps(event) + b"\n")
             # The head of the response has been sent, so the problem is its last line.
             except Exception as error:  # noqa: BLE001
                 problem = failed_call(scope, error, self._count)

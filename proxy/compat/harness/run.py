@@ -7,7 +7,7 @@ waits frozen while the model works. Its state is kept meanwhile, because no repl
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from proxy.compat.harness import turns
@@ -17,7 +17,7 @@ from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record
-from sandboxes.errors import NotFreezableError
+from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.task_owner import start
 
 SLOW_S = 10.0
@@ -91,7 +91,7 @@ class Run:
         self._recorded = deque(recorded)
         self._path = Path()
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
         node = self._rollout.node
         self._path = await path_to(self._engine, node)
@@ -138,7 +138,7 @@ class Run:
         """Keep the state after a turn while the model works; return why it could not be kept, or nothing."""
         try:
             await self._engine.restorer.take_snapshot(self._rollout.tree, node)
-        except NotFreezableError as error:
+        except (NotFreezableError, SandboxError) as error:
             return str(error)
         return ""
 

@@ -32,11 +32,16 @@ _DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """A model's whole response: its status, its media type and its body."""
+    """A model's whole response: its status, its media type and its body.
+
+    Attributes:
+        asked: The kind of the request that it was recorded for (`kind_of_request`); empty for the oldest that waits.
+    """
 
     status: int
     media_type: str
     body: bytes
+    asked: str = ""
 
 
 @dataclass(slots=True)
@@ -52,6 +57,10 @@ class Path:
     turns: int = -1
     waiting: list[dict[str, Any]] = field(default_factory=list)
     exit: dict[str, Any] | None = None
+
+    def waiting_for(self, asked: str) -> dict[str, Any]:
+        """Return the oldest request of a kind; the oldest one if none is, or any will do."""
+        return next((request for request in self.waiting if kind_of_request(request) == asked), self.waiting[0])
 
     def advance(self, call: ToolCall, answer: bytes) -> None:
         """Go one turn on, by its call and its recorded answer."""
@@ -72,13 +81,14 @@ def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tupl
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call that delivers the response to the oldest request, and its key.
+    """Return the call that delivers a response to the oldest request of its kind, and its key.
 
     Raises UncanonicalArgumentsError if the response has no canonical form.
     """
-    common = {"connection": path.waiting[0]["connection"], "others": len(path.waiting) > 1, "status": response.status}
+    request = path.waiting_for(response.asked)
+    common = {"connection": request["connection"], "others": len(path.waiting) > 1, "status": response.status}
     headers, same = [["content-type", response.media_type]], canonical(response)
-    arguments = {**common, "headers": headers, "said": "\n".join(said(same))}
+    arguments = {**common, "headers": headers, "said": "\n".join(said(same)), "asked": kind_of_request(request)}
     key = call_key(ToolCall(ENDPOINT, "deliver", {**common, "response": same}))
     return ToolCall(ENDPOINT, "deliver", arguments, response.body), key
 
@@ -87,7 +97,20 @@ def response_of(call: ToolCall) -> ModelResponse | None:
     """Return the response that a recorded call has delivered; None if it has delivered none."""
     if call.tool != "deliver":
         return None
-    return ModelResponse(call.arguments["status"], call.arguments["headers"][0][1], call.body)
+    arguments = call.arguments
+    return ModelResponse(arguments["status"], arguments["headers"][0][1], call.body, arguments["asked"])
+
+
+def kind_of_request(request: Mapping[str, Any]) -> str:
+    """Return what tells an agent's requests apart that wait together, such as for a title and for the next step."""
+    try:
+        body = parse_json(str(request.get("body", "")).encode())
+    except (orjson.JSONDecodeError, RecursionError):
+        body = None
+    members = body if isinstance(body, dict) else {}
+    tools = members.get("tools")
+    count = len(tools) if isinstance(tools, list) else 0
+    return f"{str(request['target']).partition('?')[0]} {members.get('model', '')} {count} tools"
 
 
 def canonical(response: ModelResponse) -> Any:

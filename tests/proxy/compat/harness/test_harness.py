@@ -108,6 +108,29 @@ def test_what_a_model_says_is_compared_and_the_end_of_a_rollout_can_be_left(
     assert told(two[0]) == told(two[1]) == expected(told(first)[0], "", "", "word")
 
 
+def test_a_branch_of_a_branch_has_the_turns_of_that_branch(proxy: Running, model: ScriptedModel) -> None:
+    """Both end with the same files: the state alone would not tell whose turns led there."""
+    put(proxy, "twice", spec())
+    secret = told(ran(proxy, "a", model.url(), "twice"))[0]
+    ends = "rm -f /root/log; touch -d @0 /root"
+    model.say = lambda number, who: ends if number == TURNS - 1 else say(number, who)
+    same = [ran(proxy, name, model.url(name, 1), "twice", parent="a", turn=1) for name in ("one", "two")]
+    assert [told(events)[-1] for events in same] == ["|moves"] * 2
+    model.say = say
+    branch = ran(proxy, "three", model.url(), "twice", parent="two", turn=2)
+    assert told(branch) == expected(secret, "", "two")
+
+
+def test_an_audit_runs_no_turn_again(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "audited", spec())
+    ran(proxy, "a", model.url(), "audited")
+    proxy.client.post("/api/v1/tasks/audited/verify", json={"sample": None}).raise_for_status()
+    while (audit := proxy.client.get("/api/v1/tasks/audited/audit").json())["running"] is not None:
+        time.sleep(0.05)
+    assert audit["findings"] == []
+    assert outcomes(ran(proxy, "b", model.url(), "audited")) == ["hit"] * (TURNS + 2)
+
+
 def test_a_harness_stands_still_while_its_model_works(proxy: Running, model: ScriptedModel) -> None:
     put(proxy, "still", spec())
     model.delay_s = 1.0

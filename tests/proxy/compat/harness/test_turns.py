@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.compat.harness.turns import ModelResponse, Path, canonical, delivery, said, without_response
+from proxy.compat.harness.turns import ModelResponse, Path, canonical, delivery, response_of, said, without_response
 from tests.scripted_model import _SHAPES, _sse
 
 BODY: dict[str, Any] = {
@@ -68,6 +68,19 @@ def test_what_a_model_says_is_shown_once(path: str, stream: bool) -> None:
 def test_bytes_that_are_no_json_are_compared_as_they_are() -> None:
     one, other = (ModelResponse(400, "text/plain", text) for text in (b"\xff no", b"\xff yes"))
     assert canonical(one) == canonical(one) != canonical(other)
+
+
+def test_a_recorded_response_goes_to_the_request_of_its_kind() -> None:
+    def request(connection: int, tools: int) -> dict[str, Any]:
+        body = json.dumps({"model": "m", "tools": [{}] * tools})
+        return {"connection": connection, "target": "/v1/messages?beta=true", "body": body}
+
+    path = Path(waiting=[request(1, 0), request(2, 3)])
+    asked = delivery(Path(waiting=[request(7, 3)]), ModelResponse(200, "application/json", b"{}"))[0]
+    again = response_of(asked)
+    assert again is not None
+    assert delivery(path, again)[0].arguments["connection"] == 2
+    assert delivery(path, ModelResponse(200, "application/json", b"{}"))[0].arguments["connection"] == 1
 
 
 def test_a_status_is_part_of_the_edge() -> None:
