@@ -198,3 +198,14 @@ def test_changes_without_a_digest_are_doubtful() -> None:
         assert is_doubtful(b"", effect, state=state, volatile=True) == bool(effect)
     command = ToolCall("shell", "exec", {"command": "x &"})
     assert doubtful(command, Execution(ToolResult(200, "text/plain", b""), Effect.PROCESSES, 0.1))
+
+
+@pytest.mark.parametrize(("members", "merges"), [({}, True), ({"harness": {}}, False), ({"merge": "off"}, False)])
+def test_equal_states_of_harnesses_stay_apart(members: dict[str, Any], merges: bool) -> None:
+    """A rollout is entered again at a turn of its own path, which the state alone does not tell."""
+    root = Node(1, state=digest((0, 0, 0)))
+    tree = Tree(1, root, EnvironmentSpec.model_validate(members))
+    node = Node(2, state=digest((1, 0, 0)))
+    tree.add_node(node)
+    destination = tree.destination(root, Effect.FILES, digest((1, 0, 0)))
+    assert (destination.known is node) is merges
