@@ -133,13 +133,14 @@ def _damage(data_dir: Path) -> Iterator[Requirement]:
 def _cgroups() -> Requirement:
     groups = Cgroups(f"forkpoint-check-{os.getpid()}")
     groups.open()
-    ok = groups.writable
+    ok, freezes = groups.writable, groups.freezer is not None
     groups.close()
     if ok:
         return Requirement(
             "control groups",
             True,
-            f"version {groups.version}: memory and processes of each sandbox are limited",
+            f"version {groups.version}: memory and processes of each sandbox are limited, and processes can "
+            f"{'' if freezes else 'not '}be frozen between calls{'' if freezes else ' (no version 2)'}",
             "",
             required=False,
         )
