@@ -108,6 +108,16 @@ def test_what_a_model_says_is_compared_and_the_end_of_a_rollout_can_be_left(
     assert told(two[0]) == told(two[1]) == expected(told(first)[0], "", "", "word")
 
 
+def test_a_task_that_shares_nothing_starts_its_own_harness_for_each_rollout(
+    proxy: Running, model: ScriptedModel
+) -> None:
+    put(proxy, "own", spec().model_copy(update={"cache": "never"}))
+    one, two = (ran(proxy, name, model.url(), "own") for name in ("a", "b"))
+    assert set(outcomes(one) + outcomes(two)) == {"bypass"}
+    assert told(one)[0] != told(two)[0]
+    assert told(two) == expected(told(two)[0])
+
+
 def test_a_branch_of_a_branch_has_the_turns_of_that_branch(proxy: Running, model: ScriptedModel) -> None:
     put(proxy, "twice", spec())
     secret = told(ran(proxy, "a", model.url(), "twice"))[0]
