@@ -17,6 +17,7 @@ from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record
+from sandboxes.calls import ToolCall
 from sandboxes.errors import NotFreezableError, SandboxError
 from sandboxes.task_owner import start
 
@@ -100,18 +101,20 @@ class Run:
         try:
             while self._path.exit is None:
                 began = time.perf_counter()
-                if self._path.waiting:
-                    recorded = self._recorded.popleft() if self._recorded else None
-                    response = recorded or await self._model.respond(self._path.waiting[0])
+                response = await self._response() if self._path.waiting else None
+                if response is None:
+                    call, key = turns.without_response(self._path, self._begin)
+                else:
                     # In a thread: the text of a long response is looked through.
                     call, key = await asyncio.to_thread(turns.delivery, self._path, response)
-                else:
-                    call, key = turns.without_response(self._path, self._begin)
                 model_s = time.perf_counter() - began
                 not_kept = "" if keeping is None else await keeping
                 answer = await self._engine.step.run(self._rollout, call, key)
-                body = self._engine.answers.of(answer.record).body
-                self._path.advance(call, body)
+                if not self._is_of(answer, call):
+                    # In a cluster, a request that another owner has begun to answer gets the steps from then first.
+                    self._recorded.extendleft([] if response is None else [response])
+                    continue
+                self._path.advance(call, self._engine.answers.of(answer.record).body)
                 is_kept = answer.outcome is not Outcome.HIT and self._is_kept(answer.record.target)
                 keeping = start(self._keep(answer.record.target)) if is_kept else None
                 yield self._event(answer, model_s, not_kept)
@@ -119,6 +122,15 @@ class Run:
             if keeping is not None:
                 await asyncio.shield(keeping)
         yield {"exit": self._path.exit["code"], "log": self._path.exit["log"], "turns": self._path.turns}
+
+    async def _response(self) -> ModelResponse:
+        """Return what the model says next: what was recorded comes first."""
+        return self._recorded.popleft() if self._recorded else await self._model.respond(self._path.waiting[0])
+
+    def _is_of(self, answer: Answer, call: ToolCall) -> bool:
+        """Return whether an answer is that of a call. No two turns of a path deliver to one connection."""
+        made = self._engine.store.records.call(answer.record)
+        return made.tool == call.tool and made.arguments.get("connection") == call.arguments.get("connection")
 
     def _is_kept(self, node: Node) -> bool:
         """Return whether the state after a turn is to be kept: its sandbox goes on, and then it would be lost."""

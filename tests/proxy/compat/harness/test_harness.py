@@ -118,6 +118,27 @@ def test_a_task_that_shares_nothing_starts_its_own_harness_for_each_rollout(
     assert told(two) == expected(told(two)[0])
 
 
+def test_earlier_steps_of_a_request_that_is_made_again_are_passed_over(
+    proxy: Running, model: ScriptedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a new owner of a cluster answers what an ingress sends once more."""
+    put(proxy, "made-again", spec())
+    run, answers = proxy.engine.step.run, []
+
+    async def repeating(*arguments: Any) -> Any:
+        if len(answers) in (1, 3):
+            answers.append(None)
+            return answers[0]
+        answers.append(await run(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(proxy.engine.step, "run", repeating)
+    events = ran(proxy, "a", model.url(), "made-again")
+    assert [event["turn"] for event in events[:-1]] == list(range(TURNS + 2))
+    assert told(events) == expected(told(events)[0])
+    assert len(model.asked) == TURNS + 1
+
+
 def test_a_branch_of_a_branch_has_the_turns_of_that_branch(proxy: Running, model: ScriptedModel) -> None:
     put(proxy, "twice", spec())
     secret = told(ran(proxy, "a", model.url(), "twice"))[0]
