@@ -123,7 +123,8 @@ def test_earlier_steps_of_a_request_that_is_made_again_are_passed_over(
 ) -> None:
     """So a new owner of a cluster answers what an ingress sends once more."""
     put(proxy, "made-again", spec())
-    run, answers = proxy.engine.step.run, []
+    run = proxy.engine.step.run
+    answers: list[Any] = []
 
     async def repeating(*arguments: Any) -> Any:
         if len(answers) in (1, 3):
