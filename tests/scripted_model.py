@@ -26,6 +26,8 @@ class ScriptedModel(ThreadingHTTPServer):
     def __init__(self, say: Say) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.say = say
+        # In place of `say`, for URLs that begin with `/{who}`: it is given `who` in each turn.
+        self.say_whole: Say | None = None
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.keys: list[str] = []
         self.failures = 0
@@ -59,7 +61,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        _, who, turn, path = self.path.split("/", 3)
+        _, who, turn, path = self.path.split("/", 3) if self.server.say_whole is None else self._whole_name()
         with self.server.lock:
             self.server.asked.append((who, body))
             self.server.keys.append(self.headers.get("x-api-key") or self.headers.get("authorization") or "")
@@ -70,11 +72,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(503, "application/json", b"{}")
             return
         said = _SHAPES[next(end for end in _SHAPES if path.partition("?")[0].endswith(end))]
-        events, whole = said(body, lambda number: self.server.say(number, who if number == int(turn) else ""))
+        say = self.server.say_whole or (lambda number, who: self.server.say(number, who if number == int(turn) else ""))
+        events, whole = said(body, lambda number: say(number, who))
         if body.get("stream"):
             self._send(200, "text/event-stream; charset=utf-8", b"".join(map(_sse, events)))
         else:
             self._send(200, "application/json", json.dumps(whole).encode())
+
+    def _whole_name(self) -> list[str]:
+        _, who, path = self.path.split("/", 2)
+        return ["", who, "0", path]
 
     def _send(self, status: int, media_type: str, data: bytes) -> None:
         self.send_response(status)

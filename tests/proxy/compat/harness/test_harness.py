@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from examples.harness_tree import best_of, branching_grpo
+from forkpoint.client import Client
 from proxy.compat.harness import model as models
 from proxy.tree.tree import Node
 from sandboxes.spec import EnvironmentSpec
@@ -280,3 +282,20 @@ def test_an_idle_server_can_stand_still_between_calls_of_any_task(proxy: Running
     time.sleep(3)
     proxy.exec("b", start, "server")
     assert "hit" in proxy.exec("b", "cat /root/count", "server").headers["cache-status"]
+
+
+def test_examples_of_branching_and_of_the_best_one(proxy: Running) -> None:
+    """The word that a rollout's model says in the turn in which it may differ is its own number."""
+    put(proxy, "example", spec())
+
+    def say_own(number: int, who: str) -> str | None:
+        return say(number, who.rpartition("-")[2] if who.count("-") == 2 and number == int(who.split("-")[1]) else "")
+
+    with scripted_model(say) as model, Client(str(proxy.client.base_url)) as client:
+        model.say_whole = say_own
+        grade = "tail -n 2 /root/log | head -n 1"
+        branches = branching_grpo(client.task("example"), model.root.rstrip("/"), grade, turns=[TURNS - 2], count=3)
+        best = best_of(client.task("example"), model.root.rstrip("/"), grade, "first", TURNS - 2, 2)
+    assert [(branch.turn, branch.reward) for branch in branches] == [(None, 2.0), (2, 0.0), (2, 1.0), (2, 2.0)]
+    assert [round(branch.advantage, 2) for branch in branches[1:]] == [-1.22, 0.0, 1.22]
+    assert best.reward == 1.0
