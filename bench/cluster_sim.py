@@ -1,6 +1,6 @@
 """A cluster of 10 to 1,000 members, simulated with measured costs and recorded rollouts: `python -m bench.cluster_sim`.
 
-`bench.cluster_model` has the model, and docs/scaling.md the arithmetic that it confirms.
+`bench.cluster_model` has the model, and docs/cluster.md the arithmetic that it confirms.
 """
 
 import math
