@@ -71,6 +71,7 @@ def _endpoints(spec: EnvironmentSpec) -> list[str]:
     if not spec.upstreams:
         names |= installed(ENDPOINTS).keys()
         names = {"tvcache"} if spec.driver == "client" else names - {"tvcache"}
+        names -= set() if spec.harness is not None else {"harness"}
         names -= set() if spec.driver in SERVER_DRIVERS else {"e2b"}
         names -= {"docker", "shell"} if spec.driver in SHELLLESS_DRIVERS else set()
         names -= set() if spec.databases else {"sql"}
