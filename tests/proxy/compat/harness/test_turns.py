@@ -84,7 +84,7 @@ def test_a_recorded_response_goes_to_the_request_of_its_kind() -> None:
 
 
 def test_a_status_is_part_of_the_edge() -> None:
-    path = Path(waiting=[{"connection": 1}])
+    path = Path(waiting=[{"connection": 1, "target": "/v1/messages"}])
     keys = {delivery(path, ModelResponse(status, "application/json", b"{}"))[1] for status in (200, 400)}
     assert len(keys) == 2
 
@@ -92,7 +92,9 @@ def test_a_status_is_part_of_the_edge() -> None:
 def test_requests_wait_in_their_order_and_leave_with_their_response_or_their_connection() -> None:
     def answer(*requests: int, gone: tuple[int, ...] = (), code: int | None = None) -> bytes:
         ended = None if code is None else {"code": code, "log": ""}
-        return json.dumps({"requests": [{"connection": n} for n in requests], "gone": gone, "exit": ended}).encode()
+        return json.dumps(
+            {"requests": [{"connection": n, "target": "/"} for n in requests], "gone": gone, "exit": ended}
+        ).encode()
 
     def waiting() -> list[int]:
         return [request["connection"] for request in path.waiting]
