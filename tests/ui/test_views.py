@@ -405,4 +405,5 @@ def test_files_of_a_node_are_listed(proxy: Running, ui: Page) -> None:
 def test_runs_say_why_calls_ran(ui: Page) -> None:
     go(ui, "#/runs")
     calls = ui.locator("section.panel", has_text="Calls whose executions took longest")
-    expect(calls.locator("tbody tr", has_text="cat f").first).to_contain_text("new-call")
+    # Which of the tasks has the slowest one depends on the machine.
+    expect(calls.locator("tbody tr", has_text="cat f").first).to_contain_text(re.compile("new-call|other-state"))
