@@ -16,6 +16,7 @@ about 2 ms.
 """
 
 import asyncio
+import math
 import socket
 import ssl
 from collections.abc import AsyncIterator
@@ -24,7 +25,7 @@ from typing import Protocol
 
 import h11
 
-from sandboxes.listener import Listener
+from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 
 MAX_HEADER_BYTES = 256 << 10
@@ -73,25 +74,53 @@ class _SocketConnection:
         self._socket.close()
 
 
-class _StreamConnection:
+class ReaderConnection:
+    """A connection of asyncio's streams."""
+
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
 
     async def send(self, data: bytes) -> None:
+        """Send all data. Raises OSError if the connection broke."""
         self._writer.write(data)
         await self._writer.drain()
 
     async def receive(self) -> bytes:
+        """Return the next bytes; none at the end of the connection. Raises OSError if it broke."""
         return await self._reader.read(_CHUNK_BYTES)
 
     def close(self) -> None:
+        """Close the connection at once."""
         self._writer.transport.abort()
+
+
+class WholeResponse(Listener):
+    """Keeps a response while it arrives.
+
+    Attributes:
+        status: Its status; 0 before its head has come.
+    """
+
+    def __init__(self, most_bytes: float = math.inf) -> None:
+        """Keep a response whose body has at most so many bytes."""
+        self.status, self.body, self._most_bytes = 0, bytearray(), most_bytes
+        self.headers: Headers = ()
+
+    async def head(self, status: int, headers: Headers) -> None:
+        """Keep the status and the headers."""
+        self.status, self.headers = status, headers
+
+    async def data(self, chunk: bytes) -> None:
+        """Keep a piece of the body. Raises MalformedResponseError if it is too long."""
+        self.body += chunk
+        if len(self.body) > self._most_bytes:
+            raise MalformedResponseError("the response does not end")
 
 
 async def connect(host: str, port: int, context: ssl.SSLContext | None, *, within_s: float) -> Connection:
     """Connect to a server elsewhere, with TLS if a context is given. Raises OSError; TimeoutError after `within_s`."""
     async with asyncio.timeout(within_s):
-        return _StreamConnection(*await asyncio.open_connection(host, port, ssl=context))
+        return ReaderConnection(*await asyncio.open_connection(host, port, ssl=context))
 
 
 async def exchange(

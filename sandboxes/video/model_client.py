@@ -26,10 +26,9 @@ import orjson
 
 from sandboxes.errors import ServerError
 from sandboxes.http_message import InvalidRequestError
-from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import TaskOwner
 from sandboxes.tool_clients.elsewhere import UnreachableError, send
-from sandboxes.tool_clients.http1 import MalformedResponseError
+from sandboxes.tool_clients.http1 import MalformedResponseError, WholeResponse
 from sandboxes.video.answer_memo import AnswerMemo
 from sandboxes.video_spec import VideoModel
 
@@ -172,12 +171,12 @@ class ModelClient:
             if spent is not None:
                 spent.tokens += tokens
 
-    async def _sent(self, model: VideoModel, path: str, payload: dict[str, Any]) -> "_ModelResponse":
+    async def _sent(self, model: VideoModel, path: str, payload: dict[str, Any]) -> WholeResponse:
         """Send a request; try again a little later if the endpoint is busy or cannot be reached."""
         body, headers = orjson.dumps(payload), _headers(model)
         for attempt in range(_ATTEMPTS):
             last = attempt == _ATTEMPTS - 1
-            response = _ModelResponse()
+            response = WholeResponse(_MAX_ANSWER_BYTES)
             try:
                 await send(
                     model.base_url, "POST", path, headers.items(), body, len(body), response, silence_s=model.timeout_s
@@ -190,21 +189,6 @@ class ModelClient:
                     return response
             await asyncio.sleep(_PAUSE_S * 2**attempt)
         raise AssertionError("the last attempt returns or raises")
-
-
-class _ModelResponse(Listener):
-    """The response of an endpoint while it arrives."""
-
-    def __init__(self) -> None:
-        self.status, self.body = 0, bytearray()
-
-    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - the protocol has them
-        self.status = status
-
-    async def data(self, chunk: bytes) -> None:
-        self.body += chunk
-        if len(self.body) > _MAX_ANSWER_BYTES:
-            raise MalformedResponseError("the response does not end")
 
 
 def _headers(model: VideoModel) -> dict[str, str]:

@@ -24,6 +24,7 @@ from typing import NamedTuple, Self, cast
 from urllib.parse import quote, unquote
 
 import structlog
+from typing_extensions import override
 
 from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
@@ -34,7 +35,7 @@ from proxy.refusals import RefusalError
 from sandboxes.http_message import HOP_BY_HOP
 from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import TaskOwner
-from sandboxes.tool_clients.http1 import MalformedResponseError, converse
+from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnection, WholeResponse, converse
 
 log = structlog.get_logger()
 
@@ -132,27 +133,20 @@ class Kind:
     """A stream of bytes (Docker), after a request without or with an upgrade."""
 
 
-class PeerConnection:
+class PeerConnection(ReaderConnection):
     """A connection to a peer that has proven the secret. Implements `http1.Connection`."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer, self._idle_since = reader, writer, math.inf
+        super().__init__(reader, writer)
+        self._idle_since = math.inf
 
-    async def send(self, data: bytes) -> None:
-        """Send all data. Raises OSError if the connection broke."""
-        self._writer.write(data)
-        await self._writer.drain()
-
-    async def receive(self) -> bytes:
-        """Return the next bytes; none at the end of the connection. Raises OSError if it broke."""
-        return await self._reader.read(_CHUNK_BYTES)
-
+    @override
     def close(self) -> None:
         """Do nothing: the connection may be used again."""
 
     def abort(self) -> None:
         """Close the connection at once."""
-        self._writer.transport.abort()
+        super().close()
 
     def rest(self) -> None:
         """Note that no request is on the connection."""
@@ -217,11 +211,11 @@ class Passing:
             PeerLostError: It does not answer.
         """
         head = b"POST %b HTTP/1.1\r\nhost: member\r\ncontent-length: %d\r\n\r\n" % (ASK.encode(), len(question))
-        answer = _Whole()
+        answer = WholeResponse()
         await self.request(peer, head, question, answer)
         if answer.status != 200:
             raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
-        return b"".join(answer.parts)
+        return bytes(answer.body)
 
     async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
         """Pass on a request whose body and response are a channel, which the caller ends.
@@ -315,7 +309,7 @@ class Passing:
                     return
                 async with asyncio.timeout(SILENT_S):
                     pinged = await self._connection(peer, to)
-                    await converse(pinged, ping, b"", _Whole(), silence_s=SILENT_S)
+                    await converse(pinged, ping, b"", WholeResponse(), silence_s=SILENT_S)
                 pinged.rest()
                 to.idle.append(pinged)
                 pinged = None
@@ -341,19 +335,6 @@ def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: P
         raise GreetingError("it does not have the cluster's secret")
     if (answered.member, answered.boot) != (peer.number, peer.boot):
         raise GreetingError("another member answers")
-
-
-class _Whole:
-    """Takes a short response whole."""
-
-    def __init__(self) -> None:
-        self.status, self.parts = 0, list[bytes]()
-
-    async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - see `Listener`
-        self.status = status
-
-    async def data(self, chunk: bytes) -> None:
-        self.parts.append(chunk)
 
 
 class _Streamed:

@@ -9,11 +9,10 @@ from proxy.compat.harness.turns import ModelResponse
 from proxy.refusals import RefusalError
 from sandboxes.calls import content_type
 from sandboxes.http_message import InvalidRequestError
-from sandboxes.listener import Headers
 from sandboxes.sources import has_dot_segments
 from sandboxes.tool_clients.elsewhere import send
 from sandboxes.tool_clients.harness import body_of
-from sandboxes.tool_clients.http1 import MalformedResponseError
+from sandboxes.tool_clients.http1 import MalformedResponseError, WholeResponse
 
 SILENCE_S = 1800.0
 """Longest wait for a model to begin a response. Engines that are busy with a batch take minutes."""
@@ -69,26 +68,9 @@ class Model:
             raise InvalidRequestError("its target has dot segments")
         own = {name.lower() for name in self.headers}
         headers = [(name, value) for name, value in request["headers"] if name.lower() not in _NOT_PASSED | own]
-        body, whole = body_of(request), _KeptResponse()
+        body, whole = body_of(request), WholeResponse(_RESPONSE_BYTES)
         await send(
             self.url, request["method"], request["target"], [*headers, *self.headers.items()], body, len(body), whole,
             silence_s=SILENCE_S,
         )  # fmt: skip
-        if len(whole.body) > _RESPONSE_BYTES:
-            raise MalformedResponseError(f"the response exceeds {_RESPONSE_BYTES} bytes")
         return ModelResponse(whole.status, content_type(whole.headers), bytes(whole.body))
-
-
-class _KeptResponse:
-    """Keeps a response, up to its limit."""
-
-    def __init__(self) -> None:
-        self.status, self.body = 0, bytearray()
-        self.headers: Headers = ()
-
-    async def head(self, status: int, headers: Headers) -> None:
-        self.status, self.headers = status, headers
-
-    async def data(self, chunk: bytes) -> None:
-        if len(self.body) <= _RESPONSE_BYTES:
-            self.body += chunk

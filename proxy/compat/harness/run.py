@@ -31,7 +31,7 @@ async def harness_nodes(engine: Engine, node: Node) -> list[Node]:
     """Return the nodes at the ends of the turns from the root to a node. 20 us for each call of the path."""
     nodes = []
     while (origin := node.origin) is not None:
-        if engine.store.records.call(origin).endpoint == turns.ENDPOINT:
+        if engine.store.records.call_without_upload(origin.call).endpoint == turns.ENDPOINT:
             nodes.append(node)
         node = origin.source
         # Paths of ten thousand calls must not keep hits waiting.
@@ -47,11 +47,12 @@ async def path_to(engine: Engine, node: Node) -> Path:
     # Before a response without others, one request had waited: what was asked earlier has had its response.
     while begin > 0:
         begin -= 1
-        if not records.call(_origin(nodes[begin])).arguments.get("others", True):
+        if not records.call_without_upload(_origin(nodes[begin]).call).arguments.get("others", True):
             break
     path = Path(turns=begin - 1)
     for reached in nodes[begin:]:
-        path.advance(records.call(_origin(reached)), records.result(_origin(reached)).body)
+        origin = _origin(reached)
+        path.advance(records.call_without_upload(origin.call), records.result(origin).body)
     return path
 
 
@@ -129,7 +130,7 @@ class Run:
 
     def _is_of(self, answer: Answer, call: ToolCall) -> bool:
         """Return whether an answer is that of a call. No two turns of a path deliver to one connection."""
-        made = self._engine.store.records.call(answer.record)
+        made = self._engine.store.records.call_without_upload(answer.record.call)
         return made.tool == call.tool and made.arguments.get("connection") == call.arguments.get("connection")
 
     def _is_kept(self, node: Node) -> bool:
