@@ -16,18 +16,11 @@ plan move tasks again, and each move costs restores and replays. Doubled, a memb
 
 
 class Move(NamedTuple):
-    """A task that is to move.
-
-    Attributes:
-        task: Its name.
-        source: The member that owns it.
-        target: The member that is to take it over.
-        load: Its load.
-    """
+    """A task that is to move."""
 
     task: str
     source: str
-    target: str
+    target: str  # The member that is to take it over.
     load: int
 
 
@@ -42,10 +35,6 @@ def plan_moves(tasks: Mapping[str, Mapping[str, int]], bound: float = BOUND) -> 
     Each move takes the most loaded member above the bound and the least loaded one, and of the first one's tasks the
     one that makes their loads most equal. The larger of the two loads becomes smaller with each move, and each task
     moves once at most. O(members) for each move.
-
-    Args:
-        tasks: The load of each task, 1 or more, by member and task. There must be a member.
-        bound: The multiple of the mean load.
     """
     loads, moves = loads_of(tasks), list[Move]()
     most = bound * sum(loads.values()) / len(loads)

@@ -34,13 +34,6 @@ class LogCompactor:
     """
 
     def __init__(self, database: ClusterDatabase, owned: Mapping[str, Owned], counts: Counters) -> None:
-        """Compact nothing yet.
-
-        Args:
-            database: Holds the logs.
-            owned: The tasks of this member, by name.
-            counts: Counts failures.
-        """
         self._database, self._owned, self._counts = database, owned, counts
         self._failed: dict[str, _Failed] = {}
 
@@ -81,11 +74,7 @@ class _Failed(NamedTuple):
 
 
 async def compact_log(database: ClusterDatabase, task: Owned) -> None:
-    """Compact the log of a task. Rows that are written meanwhile stay.
-
-    Raises:
-        DatabaseError: The database did not answer. The log may be compacted in part.
-    """
+    """Compact the log of a task. Rows that are written meanwhile stay. Raises DatabaseError."""
     is_done, rows = False, task.rows
     try:
         reading = await read_task(database, task.task)
@@ -109,12 +98,7 @@ async def compact_log(database: ClusterDatabase, task: Owned) -> None:
 
 
 async def read_task(database: ClusterDatabase, task: str) -> TaskLogReading:
-    """Return what the log of a task says. A page of the log is in memory beside it.
-
-    Raises:
-        DatabaseError: The database did not answer.
-        LogError: A row is not what a member of this version writes.
-    """
+    """Return what the log of a task says. A page of the log is in memory beside it. Raises DatabaseError."""
     reading = TaskLogReading()
     async with aclosing(database.read(task)) as pages:
         async for rows in pages:

@@ -17,13 +17,9 @@ IMPORTED_ROW = 200
 
 
 class ClusterEdits:
-    """Implements `proxy.execution.gate.EditLog`.
+    """Implements `proxy.execution.gate.EditLog`."""
 
-    Attributes:
-        copies: The rows of the store, which is created later.
-    """
-
-    copies: CopyStore
+    copies: CopyStore  # The rows of the store, which is created later.
 
     def __init__(self, owned: Mapping[str, Owned], owner_of: Callable[[int], Owned | None]) -> None:
         """Write for the tasks that this member owns; `owner_of` returns the one of a tree, by its number."""

@@ -45,20 +45,10 @@ class Forwarder:
         *,
         creates: bool,
     ) -> bool:
-        """Let the owner of a task answer a call.
+        """Let the owner of a task answer a call, by `here` or `away`; return False if the task has no owner.
 
-        Args:
-            task: The task.
-            call: The call.
-            here: Answers it if this member is the owner; returns whether it did.
-            away: Lets another member answer it; returns whether that did.
-            creates: Whether to become the owner of a task that never had one.
-
-        Returns:
-            Whether the task has an owner. A call whose agent has hung up counts as answered.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
+        Both return whether they did. A call whose agent has hung up counts as answered. `creates` says whether to own
+        a task that never had an owner. Raises RefusalError: 503, no owner could be found or reached for a while.
         """
         member, loop = self._member, asyncio.get_running_loop()
         trouble_since: float | None = None
@@ -159,16 +149,11 @@ class Forwarder:
 
 
 class Relay:
-    """The response of a peer, on its way to an agent. Implements `Listener`.
-
-    Attributes:
-        elsewhere: The view that the peer knows, if it does not have the task; 0 if it knows none.
-        is_begun: Whether the agent has got a part of a stream.
-        begun: Set then.
-    """
+    """The response of a peer, on its way to an agent. Implements `Listener`."""
 
     def __init__(self, send: Send, became_stream: Callable[[], None]) -> None:
         self._send, self._became_stream = send, became_stream
+        # The view that the peer knows, if it does not have the task; 0 if it knows none.
         self.elsewhere: int | None = None
         self.is_begun, self.begun = False, asyncio.Event()
         self._start: AsgiMessage = {}

@@ -20,11 +20,7 @@ _ALL_TASKS = "/api/v1/trajectories"
 
 
 class OtherMembers:
-    """Implements `proxy.dataplane.app.OtherProxies`.
-
-    Attributes:
-        number: Number of this member.
-    """
+    """Implements `proxy.dataplane.app.OtherProxies`."""
 
     paths = frozenset({
         _ALL_TASKS, "/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",

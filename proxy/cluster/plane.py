@@ -57,11 +57,7 @@ _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
 
 
 class ClusterPlane(DataPlane):
-    """Answers agents' requests, or lets the owners of their tasks answer them.
-
-    Attributes:
-        listener: Accepts the connections of peers.
-    """
+    """Answers agents' requests, or lets the owners of their tasks answer them."""
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
@@ -69,7 +65,7 @@ class ClusterPlane(DataPlane):
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
         self._questions = PeerQuestions(member)
-        self.listener = PeerListener(secret, member.database.membership)
+        self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
         self._is_leaving = False
         engine.lifecycle.at_hang_up.append(self._leave)
@@ -110,11 +106,7 @@ class ClusterPlane(DataPlane):
             await self._refuse(scope, receive, send, refusal)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body of a request; None if its client has hung up.
-
-        Raises:
-            RefusalError: 413, it is too large.
-        """
+        """Return the body of a request; None if its client has hung up. Raises RefusalError: 413, it is too large."""
         parts, size = list[bytes](), 0
         while True:
             message = await receive()
@@ -132,11 +124,7 @@ class ClusterPlane(DataPlane):
     async def _answer(
         self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        """Answer a request here or elsewhere.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
-        """
+        """Answer a request here or elsewhere. Raises RefusalError."""
         task = self._member.ingress.task(named.name)
         is_upload = isinstance(body, PassedUpload)
         digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
@@ -268,11 +256,7 @@ class ClusterPlane(DataPlane):
     # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
 
     async def _converse_anywhere(self, named: NamedTask, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket here or elsewhere.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
-        """
+        """Serve a WebSocket here or elsewhere. Raises RefusalError."""
         task = self._member.ingress.task(named.name)
         with self._member.ingress.calling(task, None) as call:
 
@@ -401,11 +385,7 @@ class PassedUpload:
         self._receive, self._is_begun = receive, False
 
     def receive(self) -> Receive:
-        """Return what yields the events of the body.
-
-        Raises:
-            RefusalError: 503, a part of it was read before.
-        """
+        """Return what yields the events of the body. Raises RefusalError: 503, a part of it was read before."""
         if self._is_begun:
             raise RefusalError(503, "upload", "the owner of the task has changed during the upload. Send it again.")
         return self._first
@@ -415,11 +395,7 @@ class PassedUpload:
         return await self._receive()
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """Return what yields the body, to its end.
-
-        Raises:
-            RefusalError: See `receive`.
-        """
+        """Return what yields the body, to its end. Raises RefusalError: see `receive`."""
         return self._pieces(self.receive())
 
     async def _pieces(self, receive: Receive) -> AsyncIterator[bytes]:

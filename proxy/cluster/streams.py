@@ -42,11 +42,7 @@ class PeerSocket:
         return {"type": "websocket.disconnect", "code": 1006} if data is None else unpack_event(data)
 
     async def send(self, message: AsgiMessage) -> None:
-        """Send an event to the agent.
-
-        Raises:
-            ChannelEndedError: The agent has disconnected.
-        """
+        """Send an event to the agent. Raises ChannelEndedError: the agent has disconnected."""
         await self._owned.settled()
         await self._channel.send(pack_event(message))
 
@@ -158,12 +154,6 @@ class HijackedConnection:
     """An agent's connection without HTTP, from the moment it is taken until its owner is found and beyond."""
 
     def __init__(self, transport: StreamTransport, rest: bytes) -> None:
-        """Take a connection over.
-
-        Args:
-            transport: The connection.
-            rest: What the client has sent behind its request already.
-        """
         self.transport = transport
         self._held, self._size = deque([rest] if rest else []), len(rest)
         self._inner: Stream | None = None
@@ -256,12 +246,6 @@ class HijackingEndpoint:
         endpoint: StreamingEndpoint,
         serve: Callable[[Scope, bytes, HijackedConnection, bool], Coroutine[Any, Any, None]],
     ) -> None:
-        """Stand before an endpoint.
-
-        Args:
-            endpoint: The endpoint of this member.
-            serve: Serves a connection, given its request, the body, and whether the request wanted an upgrade.
-        """
         self.path_part = endpoint.path_part
         self.owns, self.may_stream, self.takes_connection = (
             endpoint.owns,

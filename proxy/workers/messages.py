@@ -8,15 +8,10 @@ class GivenConnection(IpcMessage, op="given_connection", descriptors=(1, 1)):
 
 
 class ViewAnswer(IpcMessage, op="view_answer"):
-    """The head of a worker's response; its body follows with the answers to `PieceRequest`.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-    """
+    """The head of a worker's response; its body follows with the answers to `PieceRequest`."""
 
     status: int
-    headers: list[list[str]]
+    headers: list[list[str]]  # Names and values.
 
 
 class Piece(IpcMessage, op="piece"):
@@ -28,16 +23,9 @@ class PieceRequest(IpcRequest[Piece], op="piece_request"):
 
 
 class ViewRequest(IpcRequest[ViewAnswer], op="view_request"):
-    """A request that a client has sent to another worker, for this worker's part of the response.
-
-    Attributes:
-        method: The HTTP method.
-        path: The path.
-        query: The query string.
-        headers: Names and values.
-    """
+    """A request that a client has sent to another worker, for this worker's part of the response."""
 
     method: str
     path: str
     query: str
-    headers: list[list[str]]
+    headers: list[list[str]]  # Names and values.

@@ -68,12 +68,6 @@ class Siblings:
     """This worker's links to the others. Implements `proxy.dataplane.hit_protocol.Handover`."""
 
     def __init__(self, routes: Routes, directories: Sequence[Path]) -> None:
-        """Connect nothing yet.
-
-        Args:
-            routes: Finds the worker of each request.
-            directories: The data directory of each worker.
-        """
         self.routes, self._directories = routes, directories
         self._channels: dict[int, Channel] = {}
         self._connecting: dict[int, asyncio.Lock] = {}
@@ -105,11 +99,7 @@ class Siblings:
         self._tasks.spawn("connection for another worker", self._give(process, connection, held))
 
     async def begin(self, number: int, request: ViewRequest) -> SiblingPart:
-        """Let a worker begin its part of a view; the caller closes it.
-
-        Raises:
-            WorkerAwayError: It does not answer.
-        """
+        """Let a worker begin its part of a view; the caller closes it. Raises WorkerAwayError: it does not answer."""
         # A channel of its own: answers come in order, and a connection must not wait for a long list.
         channel = await self._connect(number)
         try:
@@ -168,15 +158,7 @@ class Siblings:
     # -- from other workers ------------------------------------------------------------------------------------------
 
     def open(self, make_protocol: Callable[[], asyncio.Protocol], respond: Respond) -> None:
-        """Take connections and questions of other workers from now on.
-
-        Args:
-            make_protocol: Makes the protocol of a connection, a `HitFirst`.
-            respond: Answers questions for this worker's part of a view.
-
-        Raises:
-            OSError: The socket cannot be made in the data directory.
-        """
+        """Take connections and questions of other workers from now on. Raises OSError."""
         directory = self._directories[self.routes.share.number]
         with contextlib.suppress(FileNotFoundError):
             # A killed worker leaves its socket.

@@ -31,22 +31,13 @@ class PartCutError(Exception):
 
 
 class ResponsePart(Protocol):
-    """A worker's response.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-    """
+    """A worker's response."""
 
     status: int
-    headers: list[list[str]]
+    headers: list[list[str]]  # Names and values.
 
     async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The rest will not come.
-        """
+        """Return the next piece; empty after the last one. Raises PartCutError: the rest will not come."""
         ...
 
     async def aclose(self) -> None:
@@ -68,11 +59,7 @@ class OwnPart:
 
     @classmethod
     async def begun(cls, application: AsgiApp, request: ViewRequest) -> Self:
-        """Answer a request without a body; return the response once its head is known.
-
-        Raises:
-            PartCutError: The application failed.
-        """
+        """Answer a request without a body; return the response once its head is known. Raises PartCutError."""
         part = cls(application, _scope(request))
         try:
             head = await part._message()
@@ -84,11 +71,7 @@ class OwnPart:
         return part
 
     async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The application failed.
-        """
+        """Return the next piece; empty after the last one. Raises PartCutError: the application failed."""
         while not self._is_complete:
             message = await self._message()
             self._is_complete = not message.get("more_body")
@@ -131,20 +114,10 @@ class SiblingPart:
     """The response of another worker. Implements `ResponsePart`."""
 
     def __init__(self, channel: Channel, answer: ViewAnswer) -> None:
-        """Read a response that has begun.
-
-        Args:
-            channel: The channel, for this response only.
-            answer: Its head.
-        """
         self._channel, self.status, self.headers = channel, answer.status, answer.headers
 
     async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The worker has died, or its application failed.
-        """
+        """Return the next piece; empty after the last one. Raises PartCutError."""
         try:
             return (await self._channel.ask(PieceRequest())).body
         except (ChannelClosedError, PeerFailedError) as error:
@@ -165,11 +138,7 @@ def _scope(request: ViewRequest) -> Scope:
 
 
 async def whole(part: ResponsePart) -> bytes:
-    """Return the body of a short response.
-
-    Raises:
-        PartCutError: It is not complete.
-    """
+    """Return the body of a short response. Raises PartCutError: it is not complete."""
     pieces = list[bytes]()
     while piece := await part.next():
         pieces.append(piece)
@@ -177,11 +146,7 @@ async def whole(part: ResponsePart) -> bytes:
 
 
 async def joined_backup(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
-    """Yield a bundle of the workers' backups, each of which is a unit; `proxy.transfer.backup` restores it.
-
-    Raises:
-        PartCutError: A part is not complete.
-    """
+    """Yield a bundle of the workers' backups, each of which is a unit; `proxy.transfer.backup` restores it."""
     writer = Writer()
     manifest = {"backup": True, "forkpoint": version("forkpoint"), "format": FORMAT, "workers": len(parts)}
     yield writer.json("manifest", manifest)
@@ -194,11 +159,7 @@ async def joined_backup(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
 
 
 async def joined_trajectories(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
-    """Yield the lines of all workers, in the order in which the rollouts were created. Memory: a piece of each worker.
-
-    Raises:
-        PartCutError: A part is not complete.
-    """
+    """Yield the lines of all workers, in the order in which the rollouts were created. It holds a piece of each."""
     readers, waiting, pending = [_LineReader(part) for part in parts], list[tuple[float, int]](), bytearray()
     for number, reader in enumerate(readers):
         if (created_at := await reader.begin_line()) is not None:
@@ -222,11 +183,7 @@ class _LineReader:
         self._part, self._held, self._at = part, b"", 0
 
     async def begin_line(self) -> float | None:
-        """Return when the rollout of the next line was created; None after the last line.
-
-        Raises:
-            PartCutError: The part ends in the middle of a line.
-        """
+        """Return when the rollout of the next line was created; None after the last line. Raises PartCutError."""
         # Quotes inside of texts are escaped, so the head ends at the first place that looks like its end.
         while (end := self._held.find(HEAD_END, self._at)) < 0:
             rest = self._held[self._at :]
@@ -236,11 +193,7 @@ class _LineReader:
         return float(orjson.loads(self._held[self._at : end] + b"}")["created_at"])
 
     async def rest_of_line(self) -> AsyncIterator[bytes]:
-        """Yield the line whose head was read, up to its end.
-
-        Raises:
-            PartCutError: The part ends before the line.
-        """
+        """Yield the line whose head was read, up to its end. Raises PartCutError: the part ends before the line."""
         while (end := self._held.find(b"\n", self._at) + 1) == 0:
             yield self._held[self._at :]
             await self._read()

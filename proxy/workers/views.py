@@ -51,16 +51,10 @@ _EMPTY: dict[str, Any] = {"items": [], "total": 0, "next": None}
 
 
 class WorkerPart(NamedTuple):
-    """A worker's response.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-        body: The body.
-    """
+    """A worker's response."""
 
     status: int
-    headers: list[list[str]]
+    headers: list[list[str]]  # Names and values.
     body: bytes
 
 
@@ -85,19 +79,11 @@ class Others(Protocol):
         ...
 
     async def numbers(self, scope: Scope) -> list[int]:
-        """Return the numbers of all processes that have a part of the response to a request.
-
-        Raises:
-            RefusalError: The request is not authorised, or they are not known.
-        """
+        """Return the numbers of all processes that have a part of the response to a request. Raises RefusalError."""
         ...
 
     async def begin(self, number: int, request: ViewRequest) -> ResponsePart:
-        """Let another process begin its part; the caller closes it.
-
-        Raises:
-            RefusalError: It does not answer.
-        """
+        """Let another process begin its part; the caller closes it. Raises RefusalError: it does not answer."""
         ...
 
 
@@ -129,13 +115,7 @@ class AllWorkers:
     """Answers requests of clients: those that name no task for all processes, and all others by the application."""
 
     def __init__(self, application: AsgiApp, others: Others, paths: Container[str] | None = None) -> None:
-        """Stand before an application.
-
-        Args:
-            application: This process's data plane, or what stands before it.
-            others: The other processes.
-            paths: The paths of the requests that are answered for all processes; None for all that name no task.
-        """
+        """Stand before an application, and answer requests of these paths for all; None for all that name no task."""
         self._application, self._others, self._paths = application, others, paths
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
@@ -177,21 +157,13 @@ class AllWorkers:
         await send_response(send, part.status, headers, part.body)
 
     async def respond(self, request: ViewRequest) -> OwnPart:
-        """Begin this worker's part of a view.
-
-        Raises:
-            PartCutError: The application failed.
-        """
+        """Begin this worker's part of a view. Raises PartCutError: the application failed."""
         return await OwnPart.begun(self._application, request)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def _part(self, number: int, request: ViewRequest) -> WorkerPart:
-        """Return a worker's part.
-
-        Raises:
-            WorkerAwayError: The worker does not answer.
-        """
+        """Return a worker's part. Raises WorkerAwayError: the worker does not answer."""
         part = await self._begin(number, request)
         try:
             return WorkerPart(part.status, part.headers, await whole(part))
@@ -201,12 +173,7 @@ class AllWorkers:
             await part.aclose()
 
     async def _parts(self, requests: Mapping[int, ViewRequest]) -> list[WorkerPart]:
-        """Return the parts of some workers, in their order.
-
-        Raises:
-            WorkerAwayError: One of them does not answer.
-            _RefusedError: One of them refused.
-        """
+        """Return the parts of some workers, in their order. Raises WorkerAwayError: one of them does not answer."""
         parts = await asyncio.gather(*(self._part(number, request) for number, request in requests.items()))
         for part in parts:
             if part.status >= 300:
@@ -236,12 +203,7 @@ class AllWorkers:
         return (await self._parts(await self._to_all(scope, _request(scope))))[0]
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a response that is joined while the parts are read.
-
-        Raises:
-            WorkerAwayError: A worker does not answer; nothing was sent.
-            _RefusedError: A worker refused; nothing was sent.
-        """
+        """Send a response that is joined while the parts are read. Raises WorkerAwayError, _RefusedError."""
         request, numbers = _request(scope), await self._others.numbers(scope)
         async with AsyncExitStack() as stack:
             begun = await asyncio.gather(*(self._begin(number, request) for number in numbers), return_exceptions=True)
@@ -337,11 +299,7 @@ def _request(scope: Scope, query: str | None = None) -> ViewRequest:
 
 
 def _cursors(cursor: str | None, count: int) -> list[str | None]:
-    """Return the cursor of each worker's list: empty for its beginning, None after its end.
-
-    Raises:
-        RefusalError: 422, no page of all workers has the cursor.
-    """
+    """Return the cursor of each worker's list: empty for its beginning, None after its end. Raises RefusalError."""
     if cursor is None:
         return [""] * count
     cursors = unpacked_cursor(cursor)

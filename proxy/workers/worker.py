@@ -19,21 +19,13 @@ OF_WORKERS = frozenset({"/metrics", "/readyz"})
 
 @dataclass(slots=True)
 class Worker:
-    """This process among the workers of a proxy.
+    """This process among the workers of a proxy."""
 
-    Attributes:
-        share: The tasks of this worker.
-        siblings: The other workers.
-        is_serving: Called when this worker answers requests.
-        is_member: Whether each worker is a member of a cluster, which merges all but `OF_WORKERS`.
-        views: The views of all workers, from `before` on.
-    """
-
-    share: Share
+    share: Share  # The tasks of this worker.
     siblings: Siblings
-    is_serving: Callable[[], None]
-    is_member: bool = False
-    views: AllWorkers | None = None
+    is_serving: Callable[[], None]  # Called when this worker answers requests.
+    is_member: bool = False  # Whether each worker is a member of a cluster, which merges all but `OF_WORKERS`.
+    views: AllWorkers | None = None  # The views of all workers, from `before` on.
 
     @classmethod
     def among(cls, settings: Settings, number: int, is_serving: Callable[[], None]) -> Self:

@@ -23,11 +23,7 @@ class ChannelEndedError(ConnectionError):
 
 
 class PeerChannel:
-    """One end of a channel.
-
-    Attributes:
-        ended: Set when the peer sends nothing more.
-    """
+    """One end of a channel."""
 
     def __init__(self, cut: Callable[[], object] = lambda: None) -> None:
         """Begin a channel. `cut` is called when this end gives it up."""
@@ -49,11 +45,7 @@ class PeerChannel:
             await self._changed.wait()
 
     async def send(self, message: bytes) -> None:
-        """Send a message, as soon as the peer has room for it.
-
-        Raises:
-            ChannelEndedError: The peer reads no more.
-        """
+        """Send a message, as soon as the peer has room for it. Raises ChannelEndedError: the peer reads no more."""
         self.write(message)
         await self.drain()
         if self.ended.is_set():
@@ -98,11 +90,7 @@ class PeerChannel:
             self._note_change()
 
     async def got(self, data: bytes) -> None:
-        """Take bytes of the peer; wait while too many of them were not taken by `receive`.
-
-        Raises:
-            ChannelEndedError: A message is too large.
-        """
+        """Take bytes of the peer; wait while too many of them were not taken by `receive`. Raises ChannelEndedError."""
         self._held += data
         while len(self._held) >= _SIZE.size:
             (size,) = _SIZE.unpack_from(self._held)

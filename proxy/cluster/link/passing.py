@@ -61,24 +61,14 @@ class PeerLostError(RuntimeError):
 
 
 class Passed(NamedTuple):
-    """What a member says of a request that it passes on.
+    """What a member says of a request that it passes on."""
 
-    Attributes:
-        view: The owner's view, as the ingress knows it.
-        number: Number of the call among those of this start of the ingress.
-        oldest: Number of the oldest call of the task that the ingress may make again.
-        is_again: See `WaitingCall`.
-        scheme: `http` or `https`, as the agent has used it.
-        kind: What the connection becomes; a `Kind`.
-        task: Name of the task.
-    """
-
-    view: int
-    number: int
-    oldest: int
+    view: int  # The owner's view, as the ingress knows it.
+    number: int  # Number of the call among those of this start of the ingress.
+    oldest: int  # Number of the oldest call of the task that the ingress may make again.
     is_again: bool
-    scheme: str
-    kind: str
+    scheme: str  # `http` or `https`, as the agent has used it.
+    kind: str  # What the connection becomes; a `Kind`.
     task: str
 
     def pack(self) -> bytes:
@@ -177,12 +167,7 @@ class Passing:
         self._tasks = TaskOwner()
 
     async def request(self, peer: Peer, head: bytes, body: bytes | AsyncIterator[bytes], listener: Listener) -> None:
-        """Pass a request on, and its response to the listener.
-
-        Raises:
-            PeerLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
-                request is not known.
-        """
+        """Pass a request on, and its response to the listener. Raises PeerLostError."""
         to = self._to.get(peer) or self._begin(peer)
         connection = await self._connection(peer, to)
         to.busy.add(connection)
@@ -205,11 +190,7 @@ class Passing:
                 connection.abort()
 
     async def ask(self, peer: Peer, question: bytes) -> bytes:
-        """Ask a peer what only members ask.
-
-        Raises:
-            PeerLostError: It does not answer.
-        """
+        """Ask a peer what only members ask. Raises PeerLostError: it does not answer."""
         head = b"POST %b HTTP/1.1\r\nhost: member\r\ncontent-length: %d\r\n\r\n" % (ASK.encode(), len(question))
         answer = WholeResponse()
         await self.request(peer, head, question, answer)
@@ -218,13 +199,9 @@ class Passing:
         return bytes(answer.body)
 
     async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
-        """Pass on a request whose body and response are a channel, which the caller ends.
+        """Pass on a request whose body and response are a channel, which the caller ends. Raises PeerLostError.
 
-        Returns:
-            The view that the peer knows if it does not have the task, else None; and the channel.
-
-        Raises:
-            PeerLostError: The peer did not answer.
+        Returns the view that the peer knows if it does not have the task, else None; and the channel.
         """
         passing: asyncio.Task[None] | None = None
 
@@ -277,11 +254,7 @@ class Passing:
         return await self.open(peer)
 
     async def open(self, peer: Peer) -> PeerConnection:
-        """Connect to a peer, and prove the secret to each other.
-
-        Raises:
-            PeerLostError: It cannot be reached.
-        """
+        """Connect to a peer, and prove the secret to each other. Raises PeerLostError: it cannot be reached."""
         member, writer = self._membership, None
         hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
         host, _, port = peer.url.rpartition(":")
@@ -324,11 +297,7 @@ class Passing:
 
 
 def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: Peer) -> None:
-    """Check that a peer has proven the secret, and that it is the start of the member that is meant.
-
-    Raises:
-        GreetingError: It has not, or is another one.
-    """
+    """Check that a peer has proven the secret, and that it is the start of the member that is meant."""
     answered = Hello.unpack(greeting[:HELLO_BYTES])
     expected = proof(secret, cluster, hello, answered, of_opener=False)
     if not hmac.compare_digest(greeting[HELLO_BYTES:], expected):

@@ -38,17 +38,11 @@ class ClusterError(RuntimeError):
 
 
 class Membership(NamedTuple):
-    """This process, as the other members see it.
+    """This process, as the other members see it."""
 
-    Attributes:
-        cluster: The cluster's random name.
-        number: Number of the data directory in the cluster; never used for another one.
-        boot: Start of the member, a number that grows from start to start.
-    """
-
-    cluster: str
-    number: int
-    boot: int
+    cluster: str  # The cluster's random name.
+    number: int  # Number of the data directory in the cluster; never used for another one.
+    boot: int  # Start of the member, a number that grows from start to start.
 
 
 async def join(connection: Connection, secret: bytes, name: str, url: str, known: tuple[str, int] | None) -> Membership:

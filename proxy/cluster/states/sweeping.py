@@ -44,12 +44,7 @@ class Sweeper:
         return states.has_garbage or not states.here <= {snapshot.node for snapshot in self._snapshots}
 
     async def sweep(self, states: TaskStates) -> int:
-        """Give up states whose snapshots were evicted here, delete what nothing needs, and return how many objects.
-
-        Raises:
-            DroppedError: This member does not own the task any more.
-            ObjectStoreError: The store does not answer. Nothing is deleted that a state needs.
-        """
+        """Give up states whose snapshots were evicted here, delete what nothing needs, and return how many objects."""
         async with states.changing:
             await self._give_up_evicted(states)
             needed = await self._needed(states)
