@@ -162,9 +162,9 @@ class Member:
         return True
 
     async def give(self, name: str, view: int, target: int | None = None) -> bool:
-        """Let another member take a task over from a view (0: it had none); return whether one did. Raises DatabaseError.
+        """Let another member take a task over from a view (0: it had none); return whether one did.
 
-        Without a target, those with few tasks are asked first.
+        Without a target, those with few tasks are asked first. Raises DatabaseError.
         """
         if target is None:
             members = sorted((count, peer) for peer, count in await self.database.members() if peer.alive)

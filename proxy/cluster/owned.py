@@ -27,13 +27,13 @@ class Owned:
     def __init__(
         self, task: str, view: int, steps: Steps, append: Append, failed: Callable[["Owned", str], None]
     ) -> None:
-        """Begin to own a task; no call is answered before `open`. `failed`, which says why a row is lost, must drop it."""
+        """Begin to own a task; no call is answered before `open`. `failed`, called when a row is lost, must drop it."""
         self.task, self.view, self.steps = task, view, steps
         self.is_dropped = False  # Whether this member owns it no more.
         self.floors = Floors()  # Which calls of other members are late copies.
         self.trees: dict[int, bytes | None] = {}  # For each tree in the log: the digest of its root state there.
         self.kept: dict[int, Kept] = {}  # The states that the store has, by node, as the log says.
-        # About how many rows the log has that do not say who owns the task, and lines that the last compaction has left.
+        # About how many rows the log has beside those of owners, and how many lines the last compaction has left.
         self.rows = self.lines = 0
         # Called when the task is dropped: they end streams that would never end otherwise.
         self.cuts: set[Callable[[], None]] = set()
