@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from proxy.cluster.lines import ForgottenRows, Line
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.storage.copies import CopyStore, MasksCopy, NodeCopy
+from proxy.cluster.protocol import Ended
+from proxy.storage.copies import CopyStore, EndedCopy, MasksCopy, NodeCopy
 from proxy.tree.tree import Node, Record, Tree
 
 if TYPE_CHECKING:
@@ -33,6 +34,15 @@ class ClusterEdits:
         """Write to the log that nodes and records were deleted."""
         line = ForgottenRows([node.id for node in nodes], [record.id for record in records])
         _note(self._owner_of(tree.id), [line])
+
+    def labelled(self, task: str, rollout: int) -> None:
+        """Write the labels of a rollout that is not in memory to the log."""
+        copy = self.copies.rollout(rollout)
+        if isinstance(copy, EndedCopy):
+            # The line of a rollout says that it runs.
+            _note(self._owned.get(task), [copy.rollout, Ended(rollout)])
+        elif copy is not None:
+            _note(self._owned.get(task), [copy])
 
     def masked(self, task: str, masks: str) -> None:
         """Write the noise masks of a task to the log."""

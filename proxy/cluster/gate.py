@@ -11,7 +11,7 @@ from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
+from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, RolloutCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
@@ -116,7 +116,7 @@ class ClusterGate:
         self._tasks_of[rollout.tree.id] = rollout.task
         copy = self._copies.rollout(rollout.id)
         owned = self.owned.get(rollout.task)
-        if copy is not None and owned is not None:
+        if isinstance(copy, RolloutCopy) and owned is not None:
             owned.note([*self._tree_lines(owned, rollout.tree), copy])
 
     def ended(self, task: str, rollout: int) -> None:

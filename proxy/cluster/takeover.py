@@ -11,6 +11,7 @@ from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage.copies import (
     Copy,
+    EndedCopy,
     FindingCopy,
     MasksCopy,
     NodeCopy,
@@ -38,7 +39,8 @@ class TaskLogReading:
     records: list[RecordCopy] = field(default_factory=list)  # Its records, in the order in which they were written.
     dead: int = 0  # How many of them were written before the task was deleted last.
     findings: dict[int, FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
-    rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
+    rollouts: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
+    ended: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that have ended, at their last positions.
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
     nodes: dict[int, NodeCopy] = field(default_factory=dict)  # What people have changed of its nodes, by node.
     masks: MasksCopy | None = None  # The noise masks of its audits; None without.
@@ -84,14 +86,19 @@ class TaskLogReading:
     def _take_rollout(self, line: RolloutCopy | NoteCopy | Stepped | Ended) -> None:
         match line:
             case RolloutCopy():
-                self.rollouts[line.rollout] = line
+                known = self.ended.pop(line.rollout, line)
+                # The labels of one that has ended were changed, in a store that may lag.
+                self.rollouts[line.rollout] = (
+                    line._replace(calls=known.calls, node=known.node) if known.calls > line.calls else line
+                )
             case NoteCopy():
                 self.notes[line.rollout, line.protocol] = line
             case Stepped():
                 self.steps.take(line)
             case Ended():
                 self.ends.append(line)
-                self.rollouts.pop(line.rollout, None)
+                if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
+                    self.ended[line.rollout] = self._placed(rollout)
                 self.steps.take(line)
 
     def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
@@ -120,7 +127,16 @@ class TaskLogReading:
         else:
             self.task, self.dead, self.ends, self.steps = None, len(self.records), [line], Steps()
             self.masks = None
-            lost = (self.trees, self.findings, self.rollouts, self.notes, self.nodes, self.kept, *self.forgotten)
+            lost = (
+                self.trees,
+                self.findings,
+                self.rollouts,
+                self.ended,
+                self.notes,
+                self.nodes,
+                self.kept,
+                *self.forgotten,
+            )
             for lines in lost:
                 lines.clear()
 
@@ -130,6 +146,8 @@ class TaskLogReading:
         yield from self.trees.values()
         yield from self.findings.values()
         yield from self.rollouts.values()
+        for number, rollout in self.ended.items():
+            yield from (rollout, Ended(number))
         yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
         yield from self.nodes.values()
         yield from () if self.masks is None else (self.masks,)
@@ -140,11 +158,8 @@ class TaskLogReading:
 
     def copies(self) -> list[Copy]:
         """Return the rows of the store."""
-        rollouts = []
-        for number, rollout in self.rollouts.items():
-            last = self.steps.last(number)
-            at = (rollout.calls, rollout.node) if last is None else last.position
-            rollouts.append(rollout._replace(calls=at[0], node=at[1]))
+        ended = (EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.trees)
+        rollouts: list[Copy] = [*map(self._placed, self.rollouts.values()), *ended]
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
         records = self._records()
@@ -152,6 +167,10 @@ class TaskLogReading:
         findings = (finding for finding in self.findings.values() if finding.record in known)
         masks = [] if self.masks is None else [self.masks]
         return [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
+
+    def _placed(self, rollout: RolloutCopy) -> RolloutCopy:
+        last = self.steps.last(rollout.rollout)
+        return rollout if last is None else rollout._replace(calls=last.position.turn, node=last.position.node)
 
     def _records(self) -> list[RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.
