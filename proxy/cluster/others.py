@@ -57,11 +57,11 @@ class OtherMembers:
         peer = self._peers[number]
 
         async def passing(scope: Scope, receive: Receive, send: Send) -> None:
-            relay = Relay(send, lambda: None)
+            relay = Relay(send)
             try:
                 await self._member.passing.request(peer, head_of(scope, None, 0), b"", relay)
             except PeerLostError as error:
-                if relay.is_begun:
+                if relay.begun.is_set():
                     raise
                 refusal = RefusalError(503, "member", f"{error}. Try again.")
                 await send_problem(scope, receive, send, problem_of(refusal))

@@ -8,7 +8,7 @@ Theory of operation:
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
 3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
-4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `PeerChannel`.
+4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response have no length.
 5. What members ask each other is a request too, to the path `ASK`.
 6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
    that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
@@ -26,14 +26,13 @@ from urllib.parse import quote, unquote
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 from sandboxes.http_message import HOP_BY_HOP
-from sandboxes.listener import Headers, Listener
+from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
 from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnection, WholeResponse, converse
 
@@ -198,36 +197,6 @@ class Passing:
             raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
         return bytes(answer.body)
 
-    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
-        """Pass on a request whose body and response are a channel, which the caller ends. Raises PeerLostError.
-
-        Returns the view that the peer knows if it does not have the task, else None; and the channel.
-        """
-        passing: asyncio.Task[None] | None = None
-
-        def cut() -> None:
-            if passing is not None:
-                passing.cancel()
-
-        channel = PeerChannel(cut)
-        answer = _Streamed(channel)
-        passing = self._tasks.spawn("stream to a peer", self._stream(peer, head, channel, answer))
-        try:
-            return await answer.view, channel
-        except BaseException:
-            channel.abort()
-            raise
-
-    async def _stream(self, peer: Peer, head: bytes, channel: PeerChannel, answer: "_Streamed") -> None:
-        try:
-            await self.request(peer, head, in_chunks(channel.outgoing(), lambda: None), answer)
-        except PeerLostError as error:
-            if not answer.view.done():
-                answer.view.set_exception(error)
-        finally:
-            answer.view.cancel()
-            channel.lose()
-
     def close(self) -> None:
         """Close all connections. Requests on them fail with `PeerLostError`."""
         self._tasks.cancel()
@@ -304,25 +273,3 @@ def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: P
         raise GreetingError("it does not have the cluster's secret")
     if (answered.member, answered.boot) != (peer.number, peer.boot):
         raise GreetingError("another member answers")
-
-
-class _Streamed:
-    """Takes a response that is a channel."""
-
-    def __init__(self, channel: PeerChannel) -> None:
-        self._channel = channel
-        self.view: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-
-    async def head(self, status: int, headers: Headers) -> None:
-        named = dict(headers)
-        if self.view.done():
-            return
-        if VIEW in named:
-            self.view.set_result(int(named[VIEW]))
-        elif status == 200:
-            self.view.set_result(None)
-        else:
-            self.view.set_exception(PeerLostError(f"a peer has answered a stream with the status {status}"))
-
-    async def data(self, chunk: bytes) -> None:
-        await self._channel.got(chunk)

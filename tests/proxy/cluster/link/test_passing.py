@@ -136,41 +136,6 @@ def test_a_silent_peer_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> No
     asyncio.run(go())
 
 
-def test_a_stream_goes_both_ways() -> None:
-    """Over one request; a peer without the task says which view it knows."""
-
-    class Streams(Application):
-        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-
-        def data_received(self, data: bytes) -> None:
-            if not self.data:
-                self.transport.write(self.head)
-            self.data += data
-            if self.data.endswith(b"hello\r\n"):
-                answer = (5).to_bytes(4) + b"world"
-                self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer))
-
-    class Elsewhere(Streams):
-        head = b"HTTP/1.1 421 Misdirected\r\nx-forkpoint-view: 9\r\ncontent-length: 0\r\n\r\n"
-
-    async def go() -> None:
-        own, head = Passing(SECRET, ASKER), head_of(SCOPE, None, None)
-        async with accepting(Streams) as peer:
-            view, channel = await own.stream(peer, head)
-            await channel.send(b"hello")
-            assert (view, await channel.receive(), await channel.receive()) == (None, b"world", None)
-            channel.abort()
-        async with accepting(Elsewhere) as peer:
-            view, channel = await own.stream(peer, head)
-            channel.abort()
-            assert view == 9
-        with pytest.raises(PeerLostError):
-            await own.stream(peer, head)
-        own.close()
-
-    asyncio.run(go())
-
-
 def test_connections_to_an_earlier_start_are_closed() -> None:
     """A peer that starts again and again leaves no descriptors behind."""
 
