@@ -169,6 +169,7 @@ class _Outgoing:
     def abort(self) -> None:
         """Leave the response without an end."""
         self.is_closed, self._is_whole = True, False
+        self._held.clear()
         self._idle.set()
         self._changed.set()
 
