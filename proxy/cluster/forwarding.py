@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
+from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
+from proxy.http.passed_head import PASSED, head_of
 from proxy.refusals import RefusalError
 from sandboxes.http_message import end_to_end
 from sandboxes.listener import Headers
@@ -102,7 +103,8 @@ class Forwarder:
             passing.cancel()
 
         length, sent = (len(body), body) if isinstance(body, bytes) else (None, in_chunks(body, give_up))
-        passing = start(self._member.passing.request(owner.peer, head_of(scope, passed, length), sent, relay))
+        head = head_of(scope, length, [(PASSED, passed.pack())])
+        passing = start(self._member.passing.request(owner.peer, head, sent, relay))
         watching = start(watch())
         try:
             await asyncio.wait({passing})

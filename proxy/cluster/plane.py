@@ -20,7 +20,7 @@ from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
-from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
+from proxy.cluster.link.passing import ASK, PEER, VIEW, Kind, Passed
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
@@ -47,6 +47,7 @@ from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.exchange import Exchange
+from proxy.http.passed_head import PASSED
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError

@@ -30,16 +30,16 @@ from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, G
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from proxy.http.asgi import Scope
+from proxy.http.passed_head import PASSED
 from proxy.refusals import RefusalError
-from sandboxes.http_message import HOP_BY_HOP
 from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
 from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnection, WholeResponse, converse
 
 log = structlog.get_logger()
 
-PASSED, VIEW = b"x-forkpoint-passed", "x-forkpoint-view"
-"""Headers: what a member says of a request that it passes on, and the view that a peer without the task knows."""
+VIEW = "x-forkpoint-view"
+"""The header with the view that a peer without the task knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
 ASK = "/peer"
@@ -52,7 +52,6 @@ time. Halved, a busy machine loses its connections. Doubled, calls wait longer f
 IDLE_S = 30.0
 """How long a connection waits for its next request, in seconds. The peer closes it after two minutes."""
 _CHUNK_BYTES = 1 << 16
-_OWN = frozenset({b"content-length", b"expect", PASSED}) | {name.encode() for name in HOP_BY_HOP}
 
 
 class PeerLostError(RuntimeError):
@@ -84,19 +83,6 @@ class Passed(NamedTuple):
         scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
         view, number, oldest, is_again, scheme, kind, task = values[0].decode().split(" ")
         return cls(int(view), int(number), int(oldest), is_again == "1", scheme, kind, unquote(task))
-
-
-def head_of(scope: Scope, passed: Passed | None, length: int | None) -> bytes:
-    """Return the head of a request that is passed on; a body without a length is sent in chunks."""
-    query = scope["query_string"]
-    target = scope["raw_path"] + (b"?" + query if query else b"")
-    named = [value for name, value in scope["headers"] if name == b"connection"]
-    dropped = _OWN | {token.strip().lower() for value in named for token in value.split(b",")}
-    headers = [header for header in scope["headers"] if header[0] not in dropped]
-    framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
-    said = [] if passed is None else [(PASSED, passed.pack())]
-    lines = [b"%b: %b" % header for header in (*headers, framing, *said)]
-    return b"\r\n".join([b"%b %b HTTP/1.1" % (scope.get("method", "GET").encode(), target), *lines, b"", b""])
 
 
 async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) -> AsyncIterator[bytes]:

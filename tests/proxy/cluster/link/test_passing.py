@@ -8,8 +8,9 @@ import pytest
 
 from proxy.cluster.link import passing
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
+from proxy.cluster.link.passing import Kind, Passed, Passing, PeerLostError, in_chunks
 from proxy.http.asgi import Scope
+from proxy.http.passed_head import PASSED, head_of
 from sandboxes.listener import Headers
 from tests.machine import until
 from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting
@@ -65,13 +66,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Application]:
 
 async def ask(own: Passing, peer: Any, body: bytes | AsyncIterator[bytes], length: int | None) -> Response:
     response = Response()
-    await own.request(peer, head_of(SCOPE, Passed(3, 4, 2, True, "http", Kind.CALL, "a b/c"), length), body, response)
+    await own.request(peer, head_of(SCOPE, length), body, response)
     return response
 
 
 def test_one_header_is_added() -> None:
     """Those of the connection go, and what an agent says in the name of a member does."""
-    lines = head_of(SCOPE, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9"), 9).split(b"\r\n")
+    lines = head_of(SCOPE, 9, [(PASSED, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9").pack())]).split(
+        b"\r\n"
+    )
     assert lines == [
         b"POST /t/a%20b?q=1 HTTP/1.1", b"host: x", b"authorization: Bearer t", b"content-length: 9",
         PASSED + b": 3 4 2 1 https socket a%20b%2F%C3%A9", b"", b"",
