@@ -31,7 +31,7 @@ _BEGIN: AsgiMessage = {"type": "http.response.start", "status": 200, "headers": 
 _END: AsgiMessage = {"type": "http.response.body", "body": b""}
 
 
-class Frames:
+class PeerFrames:
     """Cuts bytes into frames, each of which has its size before it."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ async def serve_socket(
     application: AsgiApp, scope: Scope, receive: Receive, send: Send, settled: Callable[[], Awaitable[None]]
 ) -> None:
     """Serve a WebSocket that a peer has passed on. `settled` is awaited before each event for the agent."""
-    frames, is_connected = Frames(), False
+    frames, is_connected = PeerFrames(), False
 
     async def next_event() -> AsgiMessage:
         nonlocal is_connected
@@ -95,7 +95,7 @@ async def serve_hijacked(
 ) -> None:
     """Serve a connection without HTTP that a peer has passed on."""
     await send(_BEGIN)
-    frames = Frames()
+    frames = PeerFrames()
     body = await _next_frame(frames, receive)
     if body is None:
         return
@@ -187,7 +187,7 @@ class _Outgoing:
             await self._send(_END)
 
 
-async def _next_frame(frames: Frames, receive: Receive) -> bytes | None:
+async def _next_frame(frames: PeerFrames, receive: Receive) -> bytes | None:
     """Return the next frame of a request's body; None at its end."""
     while (frame := frames.next()) is None:
         message = await receive()
@@ -207,7 +207,7 @@ class SocketRelay(Relay):
 
     def __init__(self, send: Send) -> None:
         super().__init__(send)
-        self._frames, self._is_over = Frames(), False
+        self._frames, self._is_over = PeerFrames(), False
 
     @override
     async def data(self, chunk: bytes) -> None:
