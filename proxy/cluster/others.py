@@ -14,7 +14,7 @@ from sandboxes.listener import Listener
 if TYPE_CHECKING:
     from proxy.cluster.postgres.database import Peer
 
-_ALL_TASKS = "/api/v1/trajectories"
+_ALL_TASKS = frozenset({"/api/v1/trajectories", "/api/v1/report"})
 """What must have all tasks, those too whose owners have died."""
 
 
@@ -22,7 +22,7 @@ class OtherMembers:
     """Implements `proxy.dataplane.app.OtherProxies`."""
 
     paths: frozenset[str] | None = frozenset({
-        _ALL_TASKS, "/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
+        *_ALL_TASKS, "/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
         "/api/v1/gc", "/api/v1/timeline", "/api/v1/system/history", "/api/v1/system/wrong-answers",
         "/api/v1/system/warnings",
     })  # fmt: skip
@@ -43,7 +43,7 @@ class OtherMembers:
         if refusal is not None:
             raise refusal
         try:
-            if scope["path"] == _ALL_TASKS:
+            if scope["path"] in _ALL_TASKS:
                 for task in await self._member.database.ownerless():
                     await self._member.locate(task, creates=False)
             self._peers = {peer.number: peer for peer, _ in await self._member.database.members() if peer.alive}

@@ -80,6 +80,11 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": "1.0"}
         rewarded = httpx.patch(f"{a.url}/api/v1/tasks/t/rollouts/3/labels", json={"reward": 0.5})
         assert rewarded.status_code == 200, rewarded.text
+        # Both owners have calls of the same rollouts, which count once.
+        for node in (a, b):
+            rows = httpx.get(f"{node.url}/api/v1/report?by=task", timeout=60).json()["rows"]
+            (row,) = (row for row in rows if row["group"] == "t")
+            assert [row[name] for name in ("rollouts", "calls", "rewarded", "reward")] == [2, 6, 1, 1.0]
         assert httpx.get(f"{a.url}/api/v1/tasks/deleted").status_code == 404
         put_task(a, "deleted")
         assert history(call(a, "1", "y", task="deleted")) == "y"
