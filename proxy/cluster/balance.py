@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 BOUND = 1.2
-"""No member is to have more than this multiple of the mean load.
-
-First touch was simulated to leave 1.33 on 1,000 members. Nearer to 1, a few rollouts that begin or end make the next
-plan move tasks again, and each move costs restores and replays. Doubled, a member with twice the mean keeps its tasks.
-"""
+"""No member is to have more than this multiple of the mean load. First touch was simulated to leave 1.33 on 1,000 members.
+Nearer to 1, a few rollouts that begin or end make the next plan move tasks again."""
 
 
 class Move(NamedTuple):

@@ -25,7 +25,7 @@ from proxy.tree.keys import CallKey, private_key
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a row that a compaction writes, unless a line is larger. Each is one statement, which has `PATIENCE_S`: with
-4 MB, some were given up on a machine with ten busy processes for each core. Halved, twice as many rows are left."""
+4 MB, some were given up on a machine with ten busy processes for each core."""
 
 
 @dataclass(slots=True)

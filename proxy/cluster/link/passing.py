@@ -48,7 +48,7 @@ PING_S = 0.5
 """Interval at which a peer is asked whether it lives, in seconds."""
 SILENT_S = 2.0
 """Seconds without an answer to that after which a peer is dead. Below a lease, so that a new owner gets the requests in
-time. Halved, a busy machine loses its connections. Doubled, calls wait longer for a machine that has gone."""
+time."""
 IDLE_S = 30.0
 """How long a connection waits for its next request, in seconds. The peer closes it after two minutes."""
 _CHUNK_BYTES = 1 << 16

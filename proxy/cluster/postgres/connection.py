@@ -21,8 +21,7 @@ PATIENCE_S = 2.0
 GRACE_S = 1.0
 """How long after that the statement may take to notice, in seconds: some milliseconds, or longer on a busy machine."""
 QUEUED = 4
-"""How long a statement waits for those before it, as a multiple of `PATIENCE_S`. Halved, a member that takes very many
-tasks over at once begins some of them anew. Doubled, an agent waits that much longer for 503."""
+"""How long a statement waits for those before it, as a multiple of `PATIENCE_S`."""
 _DURABLE = """
 SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('synchronous_commit') = 'off'
 """

@@ -9,10 +9,7 @@ from proxy.cluster.postgres.connection import Connection, row_of
 FORMAT = 6
 """Version of the tables and of the lines. A database of another version is refused and left unchanged."""
 LEASE_S = 3.0
-"""How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
-
-Halved, a member whose machine is busy for a second is replaced. Doubled, agents wait that much longer when one dies.
-"""
+"""How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it."""
 
 _SCHEMA = """
 CREATE SCHEMA forkpoint;

@@ -17,10 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from proxy.transfer.state_records import StateLine
 
 CHUNK_BYTES = 4 << 20
-"""Size of a chunk in bytes; the last one of a unit is smaller.
-
-Smaller chunks cost more requests, which stores charge for. A sender and a receiver hold some of them in memory.
-"""
+"""Size of a chunk in bytes; the last one of a unit is smaller. Stores charge for each request."""
 MAX_MANIFEST_BYTES = 16 << 20
 """Largest manifest in bytes: 100,000 chunks are 400 GB, far more than a state may have."""
 _NAME = r"^[0-9]{1,19}/[0-9a-f]{64}$"

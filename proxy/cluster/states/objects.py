@@ -19,10 +19,7 @@ from obstore.store import LocalStore, from_url
 SCHEMES = ("s3", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of the URLs that name a bucket."""
 OBJECT_PATIENCE_S = 30.0
-"""How long one object of at most `manifests.CHUNK_BYTES` may take to be read or written, in seconds.
-
-Halved, a link of 2 Mbit/s can send nothing. Doubled, a store that hangs holds a state's sender up for that much longer.
-"""
+"""How long one object of at most `manifests.CHUNK_BYTES` may take, in seconds: enough for 2 Mbit/s."""
 
 
 class ObjectStoreError(Exception):

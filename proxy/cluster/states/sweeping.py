@@ -27,10 +27,7 @@ from snapshots.store import SnapshotStore
 log = structlog.get_logger()
 
 GRACE_S = 600.0
-"""How long an object stays that nothing needs, in seconds.
-
-It is longer than the gap that a fail-over of a database leaves. Halved or doubled, there is less or more garbage.
-"""
+"""How long an object stays that nothing needs, in seconds: longer than the gap that a fail-over leaves."""
 
 
 class Sweeper:

@@ -10,10 +10,7 @@ from proxy.tree.tree import Node, Record
 from snapshots.costs import Costs
 
 WORTH_S = 0.25
-"""A state is sent if a replay from the states that were sent takes longer than this, in seconds.
-
-It bounds what a rollout loses by a takeover. Halved, up to twice as many states are sent; doubled, fewer.
-"""
+"""A state is sent if a replay from the states that were sent takes longer than this, in seconds."""
 ROOT_S = 5.0
 """How long a fetch of a root state may take, in seconds, although a fresh one could be started.
 
