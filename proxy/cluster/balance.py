@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 BOUND = 1.2
-"""No member is to have more than this multiple of the mean load. First touch was simulated to leave 1.33 on 1,000 members.
+"""No member is to have more than this multiple of the mean load. First touch was simulated to leave 1.33 with 1,000.
 Nearer to 1, a few rollouts that begin or end make the next plan move tasks again."""
 
 

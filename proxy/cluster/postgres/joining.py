@@ -9,7 +9,7 @@ from proxy.cluster.postgres.connection import Connection, row_of
 FORMAT = 6
 """Version of the tables and of the lines. A database of another version is refused and left unchanged."""
 LEASE_S = 3.0
-"""How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it."""
+"""How long a member's lease lasts, in seconds of the database's clock. Others may take its tasks over then."""
 
 _SCHEMA = """
 CREATE SCHEMA forkpoint;
