@@ -268,20 +268,12 @@ class Service(BaseModel):
 
 
 def words(line: Words) -> list[str]:
-    """Return the words of a command line.
-
-    Raises:
-        ValueError: A quotation is not closed.
-    """
+    """Return the words of a command line; a quotation that is not closed is a ValueError."""
     return shlex.split(line) if isinstance(line, str) else list(line)
 
 
 def start_order(services: Mapping[str, Service]) -> list[str]:
-    """Return the names of services in the order in which they start; it does not depend on their order in the spec.
-
-    Raises:
-        ValueError: Services depend on each other in a circle.
-    """
+    """Return the names of services in the order in which they start, whatever their order in the spec."""
     sorter = TopologicalSorter({name: sorted(services[name].depends_on) for name in sorted(services)})
     try:
         return list(sorter.static_order())
@@ -290,11 +282,7 @@ def start_order(services: Mapping[str, Service]) -> list[str]:
 
 
 def check_services(services: Mapping[str, Service], volumes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check what the fields of single services cannot show.
-
-    Raises:
-        ValueError: Something is wrong; the message says what.
-    """
+    """Raise a ValueError for what the fields of single services cannot show."""
     if len(services) > MAX_SERVICES:
         raise ValueError(f"a sandbox has at most {MAX_SERVICES} services, not {len(services)}")
     if taken := sorted(_RESERVED & services.keys()):

@@ -144,10 +144,7 @@ def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
 
 
 def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> BackgroundProcess | ProcessAnswer:
-    """Begin to watch a directory; return the watch, or an answer that says why there is none.
-
-    The call's arguments are path, user and recursive. `enter` drops, in a child, the rights that the agent lacks.
-    """
+    """Begin to watch a directory; return the watch, or an answer that says why there is none. `enter` drops rights."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

@@ -19,11 +19,7 @@ PROGRAM = f". /proc/self/fd/{TEXT_FD}"
 
 
 def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str, terminal: str = "") -> bytes:
-    """Return a script with which bash becomes a process, or reports in Docker's words why it cannot.
-
-    The shell runs as the process's user already, and the redirections make its streams. `env` has all of its variables,
-    and `terminal` is the path of its controlling terminal; empty for none.
-    """
+    """Return a script with which bash becomes a process, or reports in Docker's words why it cannot."""
     if is_too_long([*fields["argv"], *(f"{name}={value}" for name, value in env.items())]):
         start = f"exec {fields['argv'][0]}"
         return refusal(

@@ -15,11 +15,7 @@ found there, whatever the agent has made.
 
 
 def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return CRIU's names of what restored processes inherit, in the order of `INHERITED_FD` and following (pure).
-
-    They are the pipes that led to the processes when they were dumped, and mapped files that CRIU cannot open itself.
-    `guest.checkpoints.restore` makes the replacements in the same order.
-    """
+    """Return CRIU's names, from `INHERITED_FD` on, of pipes and mapped files that restored processes inherit (pure)."""
     # The anchor's pipes come first on both sides; the order is all that connects a name with its descriptor.
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:

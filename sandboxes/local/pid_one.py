@@ -58,10 +58,7 @@ class Switches:
         self.link, self._mounts = link, mounts
 
     def keep(self, mounts: list[int]) -> None:
-        """Keep other mounts open, and close those of the layers that the sandbox has left.
-
-        The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
-        """
+        """Keep other mounts open, and close those of layers left, which comes last: an unmount waits for RCU."""
         before, self._mounts = self._mounts, mounts
         close_all(before)
 
@@ -90,12 +87,7 @@ class PidOne:
         self._held_from, self._has_segments = 0.0, False
 
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
-        """Report that the sandbox has started, then answer requests until the proxy is gone.
-
-        The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
-        layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
-        `broken` says why no shell can be started.
-        """
+        """Report the start, and answer until the proxy is gone. Only the first call waits for a begun shell."""
         # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
         if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()
@@ -131,9 +123,8 @@ class PidOne:
     def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
         """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
 
-        An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
-        recorded. Another one becomes a layer. With hard links that would break, or nested too deeply, it cannot and
-        stays as it is.
+        An upper in which nothing differs from what lies below is thrown away, so that the sandbox is as recorded.
+        Another one becomes a layer, but not with hard links that would break, or nested too deeply.
         """
         if (done := self._supervisor.call(request, envelope)) is None:
             return
@@ -269,7 +260,6 @@ class PidOne:
         )
 
     def _outside_the_tree(self) -> str:
-        """Return why a checkpoint would not hold all that survives; empty if it would."""
         if reason := self._supervisor.outside_checkpoint():
             return reason
         anchor = self._shells.anchor

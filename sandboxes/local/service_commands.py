@@ -45,10 +45,7 @@ def frame_of(name: str, service: Service, config: ImageConfig) -> ServiceFrame:
 
 
 def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
-    """Return the call of the main container that runs a process in a service, or works on the service's files.
-
-    The call is `process.run`, `shell.exec`, or one of `archive`, with the service's name as the argument `service`.
-    """
+    """Return the main container's call (`process.run`, `shell.exec`, `archive`) for one with a `service` argument."""
     arguments = {name: value for name, value in call.arguments.items() if name != "service"}
     if call.endpoint == "archive":
         return replace(call, arguments={**arguments, "root": f"{SERVICES}/{frame.name}"})

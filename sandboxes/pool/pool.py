@@ -34,25 +34,16 @@ class OverloadedError(RuntimeError):
 
 
 class Pool:
-    """Owns every live sandbox from its start to its close.
-
-    Attributes:
-        roster: Who is where; read by the proxy to plan and to show.
-        waiting: How many callers wait for room.
-        evicted: How many sandboxes were closed for room before their rollouts had ended.
-        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and
-            returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
-    """
+    """Owns every live sandbox from its start to its close."""
 
     def __init__(self, room: Room, *, patience_s: float) -> None:
-        """Make an empty pool.
-
-        Args:
-            room: How many sandboxes may be alive at once, closing ones included.
-            patience_s: How long a caller waits for room before it gets `OverloadedError`.
-        """
-        self.roster = Roster()
+        """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`."""
+        self.roster = Roster()  # Who is where; read by the proxy to plan and to show.
+        # `waiting`: how many callers wait for room.
+        # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
         self.waiting = self.evicted = self._seen = 0
+        # Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and returns False
+        # if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
@@ -60,16 +51,7 @@ class Pool:
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
-        """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
-
-        Args:
-            make: Starts or restores the sandbox.
-            position: Where the sandbox is then.
-            owner: The rollout that needs it; None for the control plane.
-
-        Raises:
-            OverloadedError: There was no room within the patience.
-        """
+        """Make a sandbox and lease it to a rollout (or None); idle sandboxes are closed if the budget has no room."""
         return await self.fill(await self._make_room(owner), make, position)
 
     def newly_evicted(self) -> int:
@@ -93,7 +75,6 @@ class Pool:
 
     @property
     def _taken(self) -> int:
-        """How much of the budget is taken."""
         return len(self.roster) + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
@@ -124,13 +105,10 @@ class Pool:
         return slot
 
     async def lease(self, slot: Slot, position: Hashable, owner: int | None) -> bool:
-        """Lease the slot that `Roster.find` returned.
+        """Lease the slot that `Roster.find` returned; False if the sandbox froze, moved, died, or was leased meanwhile.
 
-        A freezing sandbox is waited for and then not leased: what is cheapest may have changed meanwhile, so the caller
-        plans again.
-
-        Returns:
-            False if the sandbox froze, moved, died, or was leased by another caller.
+        A freezing sandbox is waited for and then not leased: what is cheapest may have changed, so the caller plans
+        again.
         """
         if slot.state is SandboxState.FREEZING:
             slot.freeze_now.set()
@@ -169,10 +147,7 @@ class Pool:
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
-        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed.
-
-        It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
-        """
+        """Yield the sandbox of a freeze that has begun: after `after_s`, or as soon as a caller needs it or room."""
         assert slot.sandbox is not None
         try:
             # The event ends the wait, also when the time is up: a timeout would cancel the task and raise for it.
@@ -256,7 +231,6 @@ class Pool:
             await self._notify()
 
     async def _make_room(self, owner: int | None) -> Slot:
-        """Wait for room in the budget and return a slot that takes it."""
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):

@@ -82,10 +82,9 @@ async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
 async def fingerprint_of(server: PostgresServer, source: str) -> str:
     """Return a value that changes whenever the content of a database does, and sometimes otherwise.
 
-    The server's counters of changed rows lag behind: a session reports its changes late, but before it leaves
-    `pg_stat_activity` (since PostgreSQL 15; half a second after in earlier versions). Therefore the sessions, and what
-    they did last, are part of the value, and they are read before the counters. Raises SpecError if the database does
-    not exist, or the server cannot be reached.
+    A session reports its changes late, but before it leaves `pg_stat_activity` (half a second after, before PostgreSQL
+    15). So the sessions, and what they did last, are part of the value, and they are read before the counters of
+    changed rows.
     """
     sessions = await server.rows(
         "SELECT pid, backend_start, state_change, query_start FROM pg_catalog.pg_stat_activity "

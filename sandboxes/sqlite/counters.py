@@ -27,10 +27,7 @@ UNTOUCHED = RowCounters()
 
 
 def prime(connection: sqlite3.Connection, target: RowCounters) -> None:
-    """Set the counters of a new connection, by changing rows of a temporary database in memory.
-
-    SQLite has no other way to set them.
-    """
+    """Set the counters of a new connection, which only takes changes of rows, in a temporary database in memory."""
     if target == UNTOUCHED:
         return
     run = connection.execute

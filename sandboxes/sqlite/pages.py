@@ -43,8 +43,8 @@ class WalIndex:
     def read(cls, fd: int) -> "WalIndex":
         """Read the header from an open `-shm`, between transactions.
 
-        The caller must keep the descriptor open as long as the connection: when a process closes any descriptor of a
-        file, it loses all its POSIX locks on that file.
+        Keep the descriptor open as long as the connection: when a process closes any descriptor of a file, it loses all
+        its POSIX locks on that file.
         """
         data = os.pread(fd, _INDEX_HEADER.size, 0)
         if len(data) < _INDEX_HEADER.size:

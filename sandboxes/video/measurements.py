@@ -71,9 +71,9 @@ def motion_word(motion: float) -> str:
 def cuts(times: Sequence[float], differences: NDArray[np.float32], threshold: float | None = None) -> list[float]:
     """Return the times at which shots begin, without the first shot.
 
-    A cut is a difference above a threshold. The default threshold is `CUT`, or eight times the median of the whole
-    video if that is more. (The median of the neighbourhood would miss cuts between lively shots.) A cut must also be
-    twice the differences just before it, which steady movement is not. A threshold of the agent's decides alone.
+    A cut is a difference above a threshold: `CUT`, or eight times the whole video's median if that is more. (The median
+    of the neighbourhood would miss cuts between lively shots.) It must also be twice the differences just before it,
+    which steady movement is not. A threshold of the agent's decides alone.
     """
     if len(differences) == 0:
         return []
@@ -146,18 +146,12 @@ def _db(amplitude: float) -> float:
 
 
 def seek_pays(ahead: float, mean_gop: float) -> bool:
-    """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it.
-
-    After a seek, half a group of pictures is decoded on average before the wanted one.
-    """
+    """Return whether seeking, with half a group of pictures to decode, is cheaper than decoding `ahead` pictures."""
     return ahead > max(1.0, mean_gop / 2)
 
 
 def overlay(luma: NDArray[np.uint8]) -> str | None:
-    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither.
-
-    Rows of text have two shades that are far apart and alternate often. The text itself is not read.
-    """
+    """Return the edge, "lower" or "upper", near which two distant shades alternate as in a line of text, or None."""
     height, width = luma.shape
     rows = luma.astype(np.int16)
     dark, light = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)

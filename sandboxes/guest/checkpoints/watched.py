@@ -38,7 +38,6 @@ def watched_directories() -> list[str]:
 
 
 def _watches(pid: str) -> set[Inode]:
-    """Return what a process watches."""
     watches = set[Inode]()
     for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         if os.readlink(f"/proc/{pid}/fd/{number}") != "anon_inode:inotify":  # noqa: PTH115
@@ -64,7 +63,6 @@ def _homes(pid: str) -> list[str]:
 
 
 def _found(wanted: set[Inode], beginnings: list[str]) -> Iterator[tuple[Inode, str]]:
-    """Yield wanted directories with their paths, until all are found or enough were searched."""
     missing, devices, seen = set(wanted), {device for device, _ in wanted}, set[Inode]()
     queue = [os.path.normpath(path) for path in beginnings]
     for searched, path in enumerate(queue):

@@ -17,11 +17,7 @@ class TooManyDescriptorsError(Exception):
 
 
 def size_bytes(pids: Iterable[int]) -> int:
-    """Return the bytes on disk of the deleted files that processes have open; 8 us a descriptor.
-
-    Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES). With too many
-    descriptors, raise `TooManyDescriptorsError`.
-    """
+    """Return the bytes on disk of deleted open files; by thread, as each may have its own descriptors (CLONE_FILES)."""
     found = {}
     for path in _descriptors(pids):
         try:
@@ -34,10 +30,7 @@ def size_bytes(pids: Iterable[int]) -> int:
 
 
 def are_hidden(pids: Iterable[int]) -> bool:
-    """Return whether processes may hold deleted files in a way whose size cannot be seen.
-
-    They map them, have them under way in a socket, do not show their descriptors (PR_SET_DUMPABLE), or have too many.
-    """
+    """Return whether processes may hold deleted files unseen: mapped, in a socket, undumpable, or too many of them."""
     pids = list(pids)
     try:
         return any(map(_maps_deleted, pids)) or any(map(_carries_descriptors, _descriptors(pids, strictly=True)))
@@ -46,10 +39,7 @@ def are_hidden(pids: Iterable[int]) -> bool:
 
 
 def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str]:
-    """Yield the paths of the descriptors of all threads; one that has ended has none.
-
-    If `strictly`, a process that does not show them raises `PermissionError`.
-    """
+    """Yield the descriptors of all threads; if `strictly`, a process that hides them raises `PermissionError`."""
     count = 0
     for pid in pids:
         try:

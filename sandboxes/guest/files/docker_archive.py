@@ -1,7 +1,6 @@
-"""Docker's `archive` operations: stat, pack and extract of paths and tar archives.
+"""Docker's `archive` operations: stat, pack and extract of paths and tar archives, run in a child by `operations`.
 
-`operations` calls them in a child, so within the sandbox's root and with the agent's rights. Statuses and texts
-equal Docker 20.10.
+Statuses and texts equal Docker 20.10.
 """
 
 import bz2
