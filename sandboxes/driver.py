@@ -124,7 +124,8 @@ class Resting(Protocol):
     """A sandbox in which calls may leave processes running that take a while to start."""
 
     async def rest(self, dwell_s: float, /) -> None:
-        """Wait until background processes have had time to start: `dwell_s`, as in the recorded rollout, or less."""
+        """Wait until background processes count as started (`SETTLE_S`), for `dwell_s` seconds at the most."""
+        # `dwell_s`: how long the recorded rollout had stayed at this state before its next call.
         ...
 
 
@@ -164,7 +165,8 @@ _FULFILS: dict[tuple[type, object], bool] = {}
 
 
 def fulfils(thing: object, protocol: Callable[..., P]) -> TypeGuard[P]:
-    """Return whether a sandbox or driver has a protocol's members, which its class decides (a function, for mypy)."""
+    """Return whether a sandbox or a driver has the members of a protocol, without the time that `isinstance` takes."""
+    # The protocol's type is that of a function, because mypy takes no protocol for a `type`.
     key = type(thing), protocol
     if (known := _FULFILS.get(key)) is None:
         known = _FULFILS[key] = isinstance(thing, cast("type", protocol))

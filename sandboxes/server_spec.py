@@ -282,7 +282,7 @@ def start_order(services: Mapping[str, Service]) -> list[str]:
 
 
 def check_services(services: Mapping[str, Service], volumes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise a ValueError for what the fields of single services cannot show."""
+    """Check what the fields of single services cannot show; a ValueError says what is wrong."""
     if len(services) > MAX_SERVICES:
         raise ValueError(f"a sandbox has at most {MAX_SERVICES} services, not {len(services)}")
     if taken := sorted(_RESERVED & services.keys()):

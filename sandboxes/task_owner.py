@@ -50,7 +50,8 @@ class TaskOwner:
         return iter(tuple(self._tasks))
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, T], *, awaited: bool = False) -> asyncio.Task[T]:
-        """Run a named coroutine in the background until it ends; a caller handles an `awaited` one's exception."""
+        """Run a coroutine in the background, under a name for log lines; the owner holds the task until it ends."""
+        # An awaited task has a caller that handles its exception, so a failure is not logged here.
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget if awaited else self._report)

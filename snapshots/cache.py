@@ -188,7 +188,7 @@ class SnapshotCache:
 
     @contextmanager
     def leased(self, node: StateNode) -> Iterator[FrozenState]:
-        """Lend the snapshot of a node for a restore; it is not evicted inside the block. StateGoneError: damaged."""
+        """Lend the snapshot of a node for a restore; it is not evicted inside the block. StateGoneError if damaged."""
         snapshot = self.of(node)
         assert snapshot is not None
         try:
@@ -216,7 +216,8 @@ class SnapshotCache:
 
     @contextmanager
     def leased_all(self, tree: int | None = None) -> Iterator[list[Snapshot]]:
-        """Lend all snapshots of a tree, or of all trees; only a node that is forgotten loses its own in the block."""
+        """Lend all snapshots of a tree, or of all trees: they are not evicted inside the block."""
+        # They go with a node that is forgotten.
         # A list of the moment: snapshots that are taken meanwhile are not lent.
         snapshots = [snapshot for snapshot in self._store if tree is None or snapshot.tree == tree]
         for snapshot in snapshots:
@@ -237,7 +238,8 @@ class SnapshotCache:
             self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
 
     def failed(self, node: StateNode, error: SandboxError, now: float, *, reproducible: bool) -> None:
-        """Note that a restore failed, and drop the snapshot if it is of no use and the node `reproducible` without."""
+        """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use."""
+        # If the node cannot be reached without it (`reproducible`), the snapshot stays: the machine may recover.
         snapshot = self.of(node)
         if snapshot is None:
             # Another restore of the same snapshot may have failed before and dropped it.

@@ -91,7 +91,7 @@ class SandboxEgress:
     """The egress of one sandbox."""
 
     def __init__(self, sandbox: str, process: ForkServer, is_doubtful: Callable[[], bool]) -> None:
-        """Take over an open outlet; `is_doubtful`: a repeated recording may differ from that of the recorded call."""
+        """Take over an open outlet. `is_doubtful`: whether a repeated recording may differ from the recorded call's."""
         self._sandbox, self._process, self._is_doubtful = sandbox, process, is_doubtful
 
     async def conclude(self, execution: Execution) -> Execution:

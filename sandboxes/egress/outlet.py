@@ -103,6 +103,7 @@ class Outlet:
         self, exchange: EgressExchange, outcome: EgressOutcome, status: int, detail: str = "", size_bytes: int = 0
     ) -> None:
         """Note a request before its first byte is answered: the call that gets it may end right after that."""
+        # What comes in is not repeatable unless it was recorded before, or follows from the rules alone.
         exchange.outcome, exchange.status, exchange.size_bytes = outcome, status, size_bytes
         exchange.detail = detail[:_URL_CHARACTERS]
         self._live |= outcome not in ("repeated", "refused")
@@ -176,6 +177,7 @@ class Outlet:
         chunk: bytes = b"",
     ) -> None:
         """Pass on bytes in one direction until they end, beginning with a chunk that came already."""
+        # `moved_at` is one list for both directions. `inwards` counts the bytes that a program receives.
         loop, room = asyncio.get_running_loop(), _TUNNEL_BYTES
         await _send(sink, chunk)
         while room > 0:

@@ -25,7 +25,7 @@ class PortableRecordings:
     def __init__(
         self, folder: Path, scope: str, recount: Callable[[], Awaitable[None]], doubt: Callable[[], None]
     ) -> None:
-        """Describe an environment's recordings; `doubt` is called when a request has another recording there."""
+        """Describe an environment's recordings; `doubt` is called when the exporting machine had another recording."""
         self._folder, self._scope, self._recount, self._doubt = folder, scope, recount, doubt
 
     def names(self) -> list[str]:
@@ -39,7 +39,7 @@ class PortableRecordings:
             yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
 
     def take(self, name: str, file: Path) -> None:
-        """Add a recording, which the file becomes, under its exporter's name unless the request has one. Blocking."""
+        """Make a file a recording, unless its request has one; NotPortableError if we would not write it. Blocking."""
         if _NAME.fullmatch(name) is None:
             raise NotPortableError(f"{name[:80]!r} names no recording")
         _check(file)

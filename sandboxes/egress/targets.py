@@ -51,7 +51,7 @@ class Target:
 
 
 def target_of(method: str, target: str, hosts: Sequence[str]) -> Target:
-    """Return where a request leads: host and port for CONNECT, else an absolute URL; `RefusedError` if nowhere."""
+    """Return where a request leads: host and port for CONNECT, else a URL; `RefusedError` if that is not allowed."""
     if method == "CONNECT":
         destination, usual_port = Target(*_authority(target, None), ""), HTTPS_PORT
     else:

@@ -96,7 +96,7 @@ class AnchoredProcesses:
         self._ended |= processes.kill_except(spared, first=first)
 
     def status_of(self, pid: int) -> int | None:
-        """Return how a process ended that the anchor started; None if its collector was killed before reporting."""
+        """Return how a process of the anchor ended; None if what had collected it was killed before it reported."""
         parents = {os.getpid()}
         if self.anchor is not None:
             try:
@@ -120,7 +120,9 @@ class AnchoredProcesses:
             self._anchor_runs = self._runs_of_anchor()
 
     def anchor_was_touched(self) -> bool:
-        """Return whether a command may have changed the anchor (limits, scheduling, input) that forks all shells."""
+        """Return whether a command may have changed the anchor, from which all later shells are forked."""
+        # A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
+        # Called only while nothing survives, so pid 1 itself is as it was before the first call.
         if (anchor := self.anchor) is None:
             return False
         if anchor.hidden:

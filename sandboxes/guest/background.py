@@ -283,7 +283,9 @@ class BackgroundProcesses:
 
     @property
     def outside_checkpoint(self) -> str:
-        """Why CRIU could not dump one of them, or empty: terminals and inotify watches have a half in this process."""
+        """Why CRIU could not dump one of them; empty if it could."""
+        # CRIU does not hold the kernel's half of a terminal or of an inotify watch, whose other half is in this
+        # process.
         if any(process.terminal for process in self):
             return "a terminal is open, and a checkpoint does not hold it"
         if any(process.watches for process in self):
@@ -335,7 +337,9 @@ class BackgroundProcesses:
         return (409, "text/plain", problem.encode()) if problem else (200, "application/json", b"{}")
 
     def _poll(self, process: BackgroundProcess, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
-        """Return what was printed since the last poll; a replay waits for as much as `until` says, and gets no more."""
+        """Return what a process has printed since the last poll."""
+        # A replay waits, for at most timeout_s, until as much output has come as the recorded poll returned (`until`),
+        # and until the process has ended if it had then. It returns no more.
         due = None
         if until is not None:
             # JSON has no integer keys.

@@ -42,7 +42,8 @@ class Performed:
         return in_order(marks)
 
     def nested_too_deep(self, disk_bytes: int) -> "Performed":
-        """Return what came of a call that nests directories too deeply to be digested; the agent gets a line."""
+        """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it."""
+        # Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
         note = limit_note("depth", disk_bytes)
         match self.outcome:
             case CommandOutcome() as outcome:
@@ -53,7 +54,8 @@ class Performed:
         return self
 
     def out_of_processes(self) -> "Performed":
-        """Return what came of a call during which no further process could be started; the agent gets a line."""
+        """Return what came of a call during which no process could be started: the agent gets a line about it."""
+        # A process of its own has its output already.
         match self.outcome:
             case CommandOutcome() as outcome:
                 note = limit_note("pids", 0)

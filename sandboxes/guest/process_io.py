@@ -52,7 +52,9 @@ class Running:
         keeps_in: bool = False,
         due: dict[int, int] | None = None,
     ) -> None:
-        """Take over a process with our ends of its streams; `due` is the output to await before it is left, or None."""
+        """Take over a process that was started, with our ends of its streams; a terminal has stream 1 alone."""
+        # With `keeps_in` its stdin stays open after what was written. `due` is how much output of each stream is
+        # awaited until the process is left; None if it is not to be left.
         self._keeps_in, self._due = keeps_in, due
         self._death, self._to, self._unwritten = death, to, memoryview(stdin)
         self._outputs = {ends[stream]: stream for stream in (1, 2) if stream in ends}
@@ -87,8 +89,9 @@ class Running:
         """Pass input and output on; return "ended", "timeout", "disk", "depth", "pids", "host" or "detached".
 
         `until` is by `time.monotonic`. `over_disk` is called again and again, and at once when `deaths` is readable;
-        when `driver`, the proxy's socket, is readable, `client_detached` is. A process that was started detached has
-        streams that lead nowhere: the pump ends when they are closed, unless they reported that it could not start.
+        `client_detached` is called when `driver`, the proxy's socket, is readable. The streams of a process that was
+        started detached lead nowhere, so the pump is over once they are closed, unless they reported that it could not
+        start.
         """
         ended_at: float | None = None
         while True:
@@ -255,7 +258,8 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
-    """Return the master of a new terminal of a `ptmx` device, and the path of its other end; any bad size is unset."""
+    """Return the master end of a new terminal of a `ptmx` device, and the path of its other end."""
+    # The size is its rows and columns; anything else leaves it unset.
     master = os.open(multiplexer, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
     number = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, struct.pack("i", 0)))[0]

@@ -113,7 +113,8 @@ class Shell:
         return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
     def restore_limits(self) -> None:
-        """Give the shell its session's limits, after its execve(2), whose end (finalize_exec) puts the stack's back."""
+        """Give the shell its session's resource limits. It must have become the shell's program already."""
+        # An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
         for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
             # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
             with contextlib.suppress(OSError, ValueError):
@@ -164,7 +165,8 @@ class Shell:
             signal.pidfd_send_signal(self.death, signal.SIGKILL)
 
     def run(self, command: bytes) -> None:
-        """Begin a command, which ends with a dump. Its text is in a file: a pipe may be too small for a line."""
+        """Begin a command. The shell ends it by writing a dump."""
+        # The text goes into a file that the shell has open, because a line on a pipe could be longer than the pipe.
         self.runs += 1
         # What came between calls is dropped: how much that is depends on the moment.
         for output in (self.out, self.err):
@@ -243,7 +245,8 @@ class Shell:
         return changeable({**fds, session_texts.COMMAND_FD: self.command_fd})
 
     def holds_more(self) -> bool:
-        """Whether the idle shell has other descriptors than when it was new. Some stay for a moment after a dump."""
+        """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen."""
+        # Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
         return not wait_until_asleep(self.pid, self._is_as_new)
 
     # -- with a template ---------------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ class Shells(AnchoredProcesses):
     # -- starting ------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
-        """Have a session's shell started meanwhile, before any other is asked for; `renew` takes it over."""
+        """Have a session's shell started while this process does other things; `renew` takes it over."""
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
             origin = self._origin(session)
@@ -295,7 +295,7 @@ class Shells(AnchoredProcesses):
                 folded.kit.lent = False
 
     def _fold(self, shell: Shell) -> bool:
-        """Keep a shell's template for its session's next shell, and end what it forked; return whether there is one."""
+        """Keep a shell's template for the next shell of its session; return whether there is one. Its fork ends."""
         if shell.template is None or shell.kit is None:
             return False
         if shell.forked:
@@ -339,7 +339,7 @@ class Shells(AnchoredProcesses):
         return names
 
     def ready_all(self) -> None:
-        """Wait for all first dumps, which a checkpoint loses, and have the template fork, before folders move."""
+        """Wait for the first dumps of all shells, and have the template fork: each shell is in its directory then."""
         # In one order: the pids of later processes depend on it.
         for name in {**self._shells, **self.sessions}:
             shell = self._shells.get(name)
@@ -351,7 +351,8 @@ class Shells(AnchoredProcesses):
                 self.for_command(name)
 
     def renew(self, names: list[str], *, templates: bool = True) -> None:
-        """Replace shells by fresh ones from their dumps, so that what a dump leaves out never crosses calls."""
+        """Replace shells by fresh ones that are restored from their dumps. Those may be templates only if wanted."""
+        # So what a dump leaves out never crosses calls, in a live sandbox as little as in a restored one.
         before, self._templates = self._templates, self._templates and templates
         try:
             for name in names:
@@ -393,7 +394,8 @@ class Shells(AnchoredProcesses):
     # -- states --------------------------------------------------------------------------------------------------------
 
     def begin_checkpoint(self) -> bool:
-        """Get the shells ready for a dump, which loses what is in a pipe to us; return whether an anchor is left."""
+        """Get the shells ready for a dump of the anchor's processes; return whether there still is an anchor."""
+        # What is in a pipe would be lost, because CRIU does not see our end of it: a first dump, and the kit.
         self.ready_all()
         if self.anchor is not None:
             self._close_kit(self.anchor)
@@ -407,7 +409,8 @@ class Shells(AnchoredProcesses):
                 shell.send_kill()
 
     def end(self) -> None:
-        """Kill all shells that may hold files of layers about to change, and such an anchor; a template holds none."""
+        """Kill all shells, and the anchor if need be: none may hold files of layers that are about to change."""
+        # A template holds none, so it stays.
         # The shells before the anchor: its children would become children of pid 1 otherwise.
         shells = [shell for shell in self if not self._fold(shell)]
         self._end(shells)

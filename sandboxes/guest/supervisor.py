@@ -174,7 +174,9 @@ class Supervisor:
         return envelope is not None and isinstance(envelope.message, Detach)
 
     def _call_watch(self) -> Callable[[], str | None]:
-        """Return a function to call during a call: it tells an exceeded limit, collects orphans and drains pipes."""
+        """Return a function to be called again and again during a call; it says which limit is exceeded."""
+        # It also collects orphans, which have no other parent, and drains servers and background processes: they run
+        # during the call, and a full pipe would stop them.
         takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
@@ -203,7 +205,8 @@ class Supervisor:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> tuple[CallDone, bytes, list[str]] | None:
-        """Run a call; return answer, body, and sessions that need a new shell. None: a server failed, as was told."""
+        """Run a call; return its answer, its body, and the sessions that need a fresh shell."""
+        # The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         self._limit.begin()
         self._memory.begin()
         self._reached.clear()
@@ -306,7 +309,8 @@ class Supervisor:
         return now - 1 if any((shell.name, shell.pid) == (session, now) for shell in self.shells) else before
 
     def _end_at_limit(self, performed: Performed, there: AbstractSet[Process], reached: str) -> Performed:
-        """End what a call started when no process could be started, and what was there if it holds most of them."""
+        """End what a call has started, because a process could not be started; return what came of the call."""
+        # What was there before goes on, unless it holds most of the processes that may be.
         if reached == "host":
             return replace(performed, host_full=True)
         idle = self.shells.idle_pids
@@ -329,7 +333,8 @@ class Supervisor:
         return (live is not None and live.changed()) or touched
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
-        """Return a look at what survives, or None, before a call; the last look serves if nothing has run since."""
+        """Return a look at what survives, taken before a call; None if no process does."""
+        # The look after the last call serves if nothing has run since then, which halves the cost.
         live, shells = self._live, frozenset(self.shells.idle_pids)
         if live is not None and (live.spent or live.subjects != (runs, shells) or -1 in runs.values()):
             live.close()
@@ -499,7 +504,8 @@ class Supervisor:
         self.link.send(Done())
 
     def _use_server(self, order: ServerOrder, first: bytes) -> Performed:
-        """Give the proxy a connection to a server, which has got `first`, and wait until the server has answered it."""
+        """Give the proxy a connection to a server, and wait until the proxy says that the server has answered."""
+        # `first` is what to send over the connection before the proxy has it.
         watch = self._server_watch()
         while True:
             fds, fresh = self.servers.connect(order, watch, first)
@@ -522,7 +528,8 @@ class Supervisor:
         return Performed(ServerOutcome(log), read=finish.read, awaited=fresh)
 
     def _server_watch(self) -> Callable[[], None]:
-        """Return a function to call while a server starts or answers: it ends large servers, and us without a proxy."""
+        """Return a function to be called while a server starts or answers."""
+        # It ends the servers if the sandbox holds too much, and this process if the proxy is gone.
         watch = self._call_watch()
         waiting = poll()
         waiting.register(self.link, POLLHUP | POLLRDHUP)

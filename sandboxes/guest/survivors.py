@@ -134,12 +134,15 @@ class Survivors:
 
 
 def outside_ipc() -> int:
-    """Return the number of IPC objects that no checkpoint holds; CRIU loses what `SEM_UNDO` takes back (semop(2))."""
+    """Return the number of IPC objects that no process has to hold, and that no checkpoint holds either."""
+    # CRIU saves semaphores, but not what a process that ends takes back of them (`SEM_UNDO`, semop(2)).
     return processes.ipc_objects("sem", "msg") + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - no pathlib in pid 1
 
 
 def unsaved_segments(pids: Collection[int]) -> str:
-    """Return why CRIU would lose System V shared memory: it keeps segments whole, with ID, key, owner and mode."""
+    """Return why CRIU would lose something of System V shared memory; empty if it would not."""
+    # The processes stand still. CRIU makes a segment again with its ID, key, owner, permissions and content, and
+    # attaches it as a whole.
     _, *lines = processes.shown("/proc/sysvipc/shm").splitlines()
     segments = {int(fields[1]): fields for fields in map(bytes.split, lines)}
     if len(segments) >= _MOST_SEGMENTS:

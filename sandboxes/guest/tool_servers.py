@@ -143,7 +143,9 @@ class Servers:
             self._await_health(order, watch)
 
     def connect(self, order: ServerOrder, watch: Callable[[], None], first: bytes = b"") -> tuple[list[int], bool]:
-        """Return descriptors that lead to a server, which has got `first`, and whether it was started for that."""
+        """Return descriptors that lead to a server, and whether the server was started for that."""
+        # The server behind it is started first, and `first` is written to it at once. The descriptors are one
+        # connection to its port, or its stdin and stdout; the caller closes them.
         fds, fresh = self._connect(order, watch)
         # A server that hangs up without reading has its reason in its answer, which the proxy reads.
         with contextlib.suppress(OSError):
@@ -187,7 +189,8 @@ class Servers:
                 server.log.close()
 
     def drain_detached(self, fd: int, pid: int) -> None:
-        """Drain the output of a process that its client has left as a server's log: a checkpoint then has its pipe."""
+        """Drain the output of a process that its client has left as if it were a server's log."""
+        # So a checkpoint also holds its pipe.
         # A key that no server in a spec can collide with by accident; the pair is unique while the descriptor is open.
         name = f"left {pid} {fd}"
         self._servers[name] = ServerProcess(name, pid, fd)

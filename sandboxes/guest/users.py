@@ -67,7 +67,8 @@ def name_of(file: bytes, number: int, root: str = "/") -> str | None:
 
 
 def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
-    """Return what `user`, `uid`, `user:group` … is by container runtimes' rules; empty is root (pure)."""
+    """Return what a user is, by the rules of container runtimes and the lines of both files (pure)."""
+    # It is given as `user`, `uid`, `user:group` and so on; empty for root.
     wanted, _, wanted_group = user.partition(":")
     # What is a number is never a name.
     uid, gid, home, name = _number(wanted or "0"), 0, "/", ""

@@ -25,7 +25,7 @@ class Guest:
         after_call: Callable[[CallDone], "asyncio.Task[None] | None"],
         folder: Path,
     ) -> None:
-        """Take over a channel; `after_call` begins what a call leaves to do. `folder`, on its disk, is for errors."""
+        """Take over a channel. `after_call` begins what a call leaves to do; `folder` is for errors about its disk."""
         self.link = GuestLink(name, channel, kill)  # The link to the supervisor.
         # What the last call left to do; None if nothing is left. No request that begins a call runs beside it.
         self.pending: asyncio.Task[None] | None = None
@@ -49,7 +49,7 @@ class Guest:
             self.pending = None
 
     def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
-        """Begin what a call leaves to do, and return its answer; `SandboxError` if the machine may be its reason."""
+        """Begin what a call leaves to do, and return its answer; SandboxError if the machine may be the cause."""
         if done.message.settling:
             self.begin_settling(SETTLE_S)
         # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded. A

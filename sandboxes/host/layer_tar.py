@@ -103,7 +103,9 @@ def pack(
 
 
 def outline(layer: Path, head: bytes, form: TarForm) -> str:
-    """Return the SHA-256 of a directory's tar without contents: a written tar is canonical if it has this. Blocking."""
+    """Return the SHA-256, in hexadecimal, of the tar of a directory without the contents of its members. Blocking."""
+    # A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
+    # header, so the contents are at the same places, and they were just written.
     digest = hashlib.sha256()
     for piece in pack(layer, head, form, contents=False):
         digest.update(piece)

@@ -42,7 +42,7 @@ class McpCalls:
         environment: Mapping[str, str],
         known_reads: dict[str, frozenset[str]],
     ) -> None:
-        """Prepare for a sandbox's calls. All sandboxes share `known_reads`: by server, tools that change nothing."""
+        """Prepare for a sandbox's calls. `known_reads`, which all sandboxes share, has tools that change nothing."""
         self._guest, self._servers, self._spec, self._environment = guest, servers, spec, environment
         self._known_reads = known_reads
 

@@ -73,7 +73,7 @@ class ProcessCalls:
         return RunProcess(arguments, {name: str(value) for name, value in variables.items()}, timeout_s)
 
     async def _pass_on(self, end: int, listener: Listener | None, *, within_s: float) -> Frames:
-        """Pass output on until the supervisor closes its socket; return it. `SandboxError` long after its time."""
+        """Pass output on until the supervisor closes its socket, for at most `within_s`; return what came."""
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
         # Beside the output, because a client may leave while the process prints nothing.
         detaching = start(self._detach_on_request(listener))
@@ -132,7 +132,9 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: Environ
 
 
 def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:
-    """Return what came of a call about a background process: a poll with output, or input, makes a new node (pure)."""
+    """Return what came of a call about a background process (pure)."""
+    # A poll that returned output creates a new node, because restoring it must not return the same output again.
+    # Writing to a process's stdin does too, whether or not the process has read it.
     ran = execution(done)
     # A list and a refusal change nothing.
     if call.tool == "list" or ran.result.status != 200:

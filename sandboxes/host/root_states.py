@@ -60,7 +60,8 @@ class RootStates(Generic[Root]):
     async def get(
         self, key: str, is_present: Callable[[Root], Awaitable[bool]], build: Callable[[], Awaitable[Root]]
     ) -> Root:
-        """Return a spec's root state by its `root_key`; callers share one durable `build` if its storage is missing."""
+        """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build."""
+        # `build` must be durable: all of a task depends on the root state.
         # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
         # others wait.
         async with self._locks.setdefault(key, asyncio.Lock()):
@@ -140,7 +141,7 @@ def needs_setup(spec: EnvironmentSpec) -> bool:
 
 
 def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
-    """Return the key of a spec's root state; `identity` digests what is outside it, and the fields in `without`."""
+    """Return the key of a spec's root state. `identity` stands for what is outside it and the fields in `without`."""
     # Sorted, so that equal specs have equal keys whatever the order of their fields.
     # Older versions had no services. Without empty ones, their root states are found again.
     absent = {name for name in ("services", "volumes", "aliases", "hostname") if not getattr(spec, name)}

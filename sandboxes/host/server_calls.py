@@ -37,7 +37,8 @@ class ServerCalls:
         self._require_server(await self._guest.link.call(StartServers(list(orders)), b"", within_s))
 
     async def connect(self, order: ServerOrder, first: bytes = b"") -> Envelope[ServerConnected]:
-        """Begin a call: return descriptors that lead to the server (started if needed), which has got `first`."""
+        """Begin a call: return descriptors that lead to the server, which is started if it does not run."""
+        # The supervisor writes `first` to the server at once.
         # `ask` of the sandbox: it waits for what the last call left to do.
         return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
 

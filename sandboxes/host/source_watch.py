@@ -34,6 +34,9 @@ _IMPORT_ROOT = str(Path(__file__).resolve().parents[2])
 class SourceWatch:
     """An inotify instance that remembers whether anything has happened. Without one, something always may have."""
 
+    # The event loop and threads use it. The lock keeps one of them from closing the descriptor while another reads it,
+    # or closes it too: the number may be another file's by then.
+
     def __init__(self, *, wanted: bool = True) -> None:
         self._lock = threading.Lock()
         try:
@@ -145,7 +148,7 @@ class Watched:
     """A value that was computed from directories, and holds until one of them changes."""
 
     def __init__(self, compute: Callable[[Callable[[str, int], None]], bytes]) -> None:
-        """Prepare; `compute` is given a function to call with a directory and events before it looks there."""
+        """Create it. `compute` is given a function that watches a directory, to be called before it looks there."""
         self._compute = compute
         self._lock = threading.Lock()
         self._watch: SourceWatch | None = None

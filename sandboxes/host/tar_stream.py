@@ -15,7 +15,9 @@ _MAX_HEADER_BYTES = 4 << 20
 
 
 class TarStream:
-    """A file for `tarfile`, which copies contents: `content` reads them. A thread digests large pieces meanwhile."""
+    """A file for `tarfile`. Contents of members are read by `content`, and not through `tarfile`, which copies them."""
+
+    # Digests of large pieces are computed in a thread of its own, while the caller writes them and reads the next one.
 
     def __init__(self, data: BinaryIO) -> None:
         """Begin to read; data may be a pipe or a socket."""

@@ -32,7 +32,7 @@ class ToolCalls:
     def __init__(
         self, servers: ServerCalls, spec: EnvironmentSpec, environment: Mapping[str, str], folder: Path
     ) -> None:
-        """Prepare for a sandbox's calls. The spec's variables override these; long answers are stored in `folder`."""
+        """Prepare for a sandbox's calls. `environment` gives way to the spec's; long answers are stored in `folder`."""
         self._servers, self._spec, self._environment, self._folder = servers, spec, environment, folder
         self._sockets: dict[str, Socket] = {}
 

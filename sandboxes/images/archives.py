@@ -51,7 +51,7 @@ class ImageArchive:
     """One image in a file or directory, open for reading. Methods block. Its id is the digest of its configuration."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the image behind `plain_paths.open_plain` consists of; `ImageError`: none for this machine."""
+        """Read what the image at a path of `open_plain` consists of; ImageError if it has none for this machine."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             # The places of a tar's files; None for a directory.
@@ -69,7 +69,7 @@ class ImageArchive:
         os.close(self._fd)
 
     def unpack(self, target: Path) -> None:
-        """Write the image's files, without device nodes, into an empty directory; `ImageError`: a bad layer."""
+        """Write the image's files, without device nodes, into an empty directory; ImageError if a layer is unsound."""
         with RootWriter(target, attributes=True) as writer:
             for number, layer in enumerate(self._layers):
                 # Nothing is below the first one that it could hide.

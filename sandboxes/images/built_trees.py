@@ -31,7 +31,7 @@ class BuiltTrees:
             remove_tree(unfinished)
 
     def make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
-        """Return a directory, built completely or not at all if missing or, if `checked`, changed on disk."""
+        """Return a directory of the folder; build it completely if it is missing or, if `checked`, was changed."""
         target, digest = self._folder / name, self._folder / f"{name}.digest"
         with self._making[name]:
             # Before its first use in this process: no sandbox has it mounted.

@@ -28,7 +28,7 @@ class ImageConfig:
 
     @classmethod
     def parse(cls, value: object) -> "ImageConfig":
-        """Return what `Config` of `docker image inspect`, or `config` of an OCI image, says, or an `ImageError`."""
+        """Return what `Config` of `docker image inspect`, or `config` of an OCI image, says. None is an empty one."""
         config = _member({"config": value}, "config", _mapping) or {}
         pairs = [text.partition("=") for text in _member(config, "Env", _texts) or ()]
         health = _member(_member(config, "Healthcheck", _mapping) or {}, "Test", _texts)

@@ -116,7 +116,9 @@ class ImageDaemon:
     # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, image: str, name: str, owner: str, host: str) -> None:
-        """Keep an image's layers, even past a forced removal, by a container that never starts (not past a prune)."""
+        """Keep the layers of an image while a container exists, which is made of it and never started. Idempotent."""
+        # Docker then keeps the layers when the image is removed, also by force, but not when all stopped containers are
+        # removed (`docker container prune`).
         labels = {PIN: owner, PIN_HOST: host}
         with self._errors(image):
             try:

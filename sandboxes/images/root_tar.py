@@ -64,7 +64,7 @@ class _Facts(NamedTuple):
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Unpack a root file system, maybe compressed, into an empty directory, without device nodes. Blocking."""
+    """Unpack a root file system, as `tar` would, without device nodes into an empty directory. Blocking."""
     with RootWriter(target, attributes=False) as writer, source.open("rb") as file:
         writer.add(file)
         writer.finish()
@@ -109,7 +109,7 @@ class RootWriter:
             return stream.finish()[0]
 
     def add(self, tar: BinaryIO, *, is_layer: bool = False) -> str:
-        """Make the members of a tar, without a layer's whiteouts (`hide`); return its decompressed SHA-256."""
+        """Make the members of a tar but a layer's whiteouts (`hide`); return the SHA-256 of the decompressed tar."""
         with _tar_stream(tar, self._top) as stream:
             for member in self._members(stream):
                 if not (is_layer and member.name.rstrip("/").rpartition("/")[2].startswith(WHITEOUT)):

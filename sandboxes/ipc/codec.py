@@ -129,7 +129,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 def plain_json(levels: int) -> Any:
-    """Return the type of JSON from an untrusted process, of limited depth: `Any` would let in deep nests of lists."""
+    """Return the type of JSON values from an untrusted process, with a number of levels at most."""
+    # `Any` would let in what JSON has not, and lists in lists a thousand times, each with room for all of the frame.
     scalar = None | bool | int | Number | str
     kind: Any = scalar
     for _ in range(levels):
@@ -165,7 +166,7 @@ def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
 
 
 def decode(frame: IpcFrame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]:
-    """Return the message in a frame, one of those expected (or any); else `MalformedFrameError`, descriptors closed."""
+    """Return the message in a frame, one of the expected ones or any of the table; else a MalformedFrameError."""
     content, body, fds = frame
     try:
         message = decode_bytes(content, *expected)

@@ -14,7 +14,8 @@ from sandboxes.ipc.frames import Inbox, IpcFrame, receive
 
 
 def connect() -> socket.socket:
-    """Return the socket to the driver, whose descriptor is the first argument; close all others, which may be leaks."""
+    """Return the socket to the driver, whose descriptor is the first argument, and close every other descriptor."""
+    # An event loop may pass on more descriptors than it should. None of the driver's own may reach a sandbox.
     # `fileno=` takes the descriptor over without a duplicate.
     driver = socket.socket(fileno=int(sys.argv[1]))
     # Forks that become other programs must not hold the driver's socket.
@@ -28,7 +29,7 @@ def connect() -> socket.socket:
 
 
 def freeze_heap() -> None:
-    """Keep the garbage collector away from all objects so far: it writes to pages that forks share."""
+    """Keep the garbage collector away from all objects so far: it would write to pages that forks share."""
     # Once before the freeze, so that garbage is not kept for ever.
     gc.collect()
     gc.freeze()

@@ -15,7 +15,7 @@ found there, whatever the agent has made.
 
 
 def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return CRIU's names, from `INHERITED_FD` on, of pipes and mapped files that restored processes inherit (pure)."""
+    """Return CRIU's names of the pipes and files that restored processes inherit, from `INHERITED_FD` on (pure)."""
     # The anchor's pipes come first on both sides; the order is all that connects a name with its descriptor.
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:

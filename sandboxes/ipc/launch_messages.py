@@ -55,7 +55,7 @@ class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
 
 # The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
 class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
-    """Make a detached overlay mount for a spare, and give it to its pid 1, by whose socket it answers."""
+    """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`."""
 
     stack: LayerStack
 
@@ -91,7 +91,7 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
 
 # Pid 1 has no right to that.
 class SetLastPid(IpcRequest[Forked], op="set_last_pid", descriptors=(1, 1)):
-    """Fork a process, unless it has ended, that gives those of a sandbox (the descriptor) the pids after a number."""
+    """Fork a process after which those of a sandbox get the pids after a number; no descriptor if it has ended."""
 
     number: int
 

@@ -52,7 +52,7 @@ class LaunchedProcess:
 
 
 async def launch(service: str, end: socket.socket, arguments: Sequence[str]) -> LaunchedProcess:
-    """Have the service at a path start its program on one end of a socket; a `ValueError` is another service."""
+    """Have the service at a path start its program on one end of a socket; ValueError if it is another service."""
     return await asyncio.to_thread(_launch, service, end, arguments)
 
 

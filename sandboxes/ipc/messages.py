@@ -180,7 +180,7 @@ class CallDone(IpcMessage, op="call_done"):
 
 
 class CourseExpected(IpcMessage, op="course_expected"):
-    """The next call is prepared: its processes get the pids after this one, which may be taken already."""
+    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that."""
 
     last_pid: int
 
@@ -224,7 +224,7 @@ class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
 
 
 class RunProcess(IpcRequest[ProcessStarted], op="process"):
-    """Run a process outside any session; the body is its stdin, the arguments the call's, the environment complete."""
+    """Run a process of its own, outside any session, with the call's arguments; the body is its stdin."""
 
     arguments: dict[str, Any]
     # Whole and not a difference: the process gets these variables and no others.

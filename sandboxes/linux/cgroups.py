@@ -159,7 +159,9 @@ class Cgroups:
         self.accounts = group / self.name
 
     def _find_freezer(self) -> None:
-        """Find the place of groups to freeze: of version 2, in which frozen processes end, so that pid 1 can too."""
+        """Find the place of the groups that are frozen: always of version 2, which ends frozen processes too."""
+        # Version 1 does not: pid 1 could not end before somebody thaws its children. Most machines with version 1 have
+        # a hierarchy of version 2 beside it, whose groups can be frozen without any controller.
         if self.version == 2:
             self.freezer = self.parents[MEMORY]
             return
@@ -222,7 +224,7 @@ class Cgroups:
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
     def freeze(self, sandbox: str, pid_one: int, only: Collection[int] | None = None) -> None:
-        """Stop a sandbox's processes but its pid 1 (all, or `only`); return once they stand still, or an `OSError`."""
+        """Stop all processes of a sandbox but its pid 1, or `only` some; return once they stand still. Blocking."""
         group = self._frozen_group(sandbox)
         group.mkdir(exist_ok=True)
         # Those that a restore has made are not in there yet. A process that forks meanwhile leaves its child outside.
@@ -371,7 +373,8 @@ def make_writable() -> None:
 
 
 def _make_writable(groups: dict[str, Path]) -> None:
-    """Make mounts of groups writable in this mount namespace (with CAP_SYS_ADMIN), as container runtimes do not."""
+    """Make the mounts of groups writable in this process's mount namespace, if they are read-only and it may."""
+    # A container runtime mounts its own groups read-only. CAP_SYS_ADMIN is needed for this, as for sandboxes.
     for group in groups.values():
         if os.statvfs(group).f_flag & os.ST_RDONLY:
             mount = next(path for path in (group, *group.parents) if path.is_mount())
@@ -444,7 +447,7 @@ def mount_points() -> dict[str, Path]:
 
 
 def hierarchies() -> list[tuple[list[str], Path]]:
-    """Return controllers (none for version 2) and mount point of each hierarchy, mounted maybe twice or in part."""
+    """Return the mounts of all hierarchies: the controllers, or an empty name for version 2, and the mount point."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")

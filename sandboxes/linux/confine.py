@@ -167,7 +167,7 @@ def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> 
 
 @functools.cache
 def program(machine: str, *, sockets: bool = True) -> bytes:
-    """Return the filter for `x86_64` or `aarch64` (pure); without `sockets` none can be made. Built before a fork."""
+    """Return the filter for `x86_64` or `aarch64`, as a BPF program (pure); without `sockets`, none can be made."""
     column = list(_AUDIT).index(machine)
     numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
     unknown, refused = _instruction(_RETURN, _ERRNO | ENOSYS), _instruction(_RETURN, _ERRNO | EPERM)

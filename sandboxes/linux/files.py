@@ -31,7 +31,7 @@ class _Level(NamedTuple):
 
 
 def remove_tree(path: Path) -> bool:
-    """Delete a directory and everything in it, whatever its modes; return whether nothing (such as a mount) is left."""
+    """Delete a directory and everything in it, even if modes forbid it; return whether nothing is left."""
     try:
         parent = os.open(path.parent, _FOLDER & ~os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -65,7 +65,7 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
 
 
 def write_file(path: str, content: bytes, *, new: bool = False) -> None:
-    """Write a file of the proxy's own, faster than a Python file object; with `new`, it must not exist."""
+    """Write a file of the proxy's own, which must not exist if `new`; faster than a Python file object."""
     mode = os.O_EXCL if new else os.O_TRUNC
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, 0o666)
     try:
@@ -90,7 +90,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 
 def boot_id() -> str:
-    """Return the name of this start of the machine (random(4)): what was not synced before another one is lost."""
+    """Return the kernel's name of this start of the machine (random(4)); the same text where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -107,7 +107,7 @@ def remove_path(path: str) -> None:
 
 
 def remove_entry(name: str, folder: int, *, force: bool = False) -> None:
-    """Delete a file, or a directory with everything in it, or nothing; `force` changes modes that forbid it."""
+    """Delete a file, or a directory with everything in it; a missing one is no error. `force` changes modes."""
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)

@@ -83,7 +83,7 @@ class LiveState:
         *,
         hidden: Collection[int] = (),
     ) -> None:
-        """Take the first look. No process of the sandbox can see descriptors of `hidden`; None: no sockets here."""
+        """Take the first look. Nothing in the sandbox sees descriptors of `hidden`; no `sockets` if unsupported."""
         self._hidden = frozenset(hidden)
         # Whose state it is: how often each process was given a CPU, and the idle shells. A look is of use while these
         # stay the same.
@@ -150,7 +150,8 @@ class LiveState:
 
 
 def report_writes(pid: int) -> list[int]:
-    """Have the kernel report the next write to a file of a process or its threads, to `was_written`; close to end."""
+    """Have the kernel report the next write to a file of a process or its threads, to `was_written`."""
+    # Closing the descriptors ends the watch. `OSError` says that the process has ended.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
     paths = [f"/proc/{pid}"]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
@@ -260,7 +261,7 @@ def _scheduling(thread: int) -> tuple[bytes, int]:
 
 
 def inherited(pid: int) -> list[str]:
-    """Return what children of a process inherit beside files and sessions: scheduling, I/O priority, CPUs, or empty."""
+    """Return what a process passes on and no file or session has: scheduling, I/O priority, CPUs; empty if ended."""
     try:
         attributes, io_priority = _scheduling(pid)
         # Which CPUs a sandbox has depends on chance (`limits.cpus`).
@@ -282,7 +283,9 @@ def passed_on(pid: int) -> list[str]:
 
 
 def settings(pid: int) -> list[str]:
-    """Return what a process passes on, or shows, that a command may change and no file or session has, or empty."""
+    """Return what a process passes on, or has others see, that a command may change; empty as for `inherited`."""
+    # These are what `passed_on` returns, and who may use the directories of terminals and processes, with their times.
+    # Nothing of that is in a file or session.
     try:
         held = [os.stat(f"/proc/{pid}/root{name}") for name in _OPEN_TO_ALL]  # noqa: PTH116
     except OSError:
@@ -300,7 +303,8 @@ def _readable(path: str) -> bool:
 
 
 def _unread(path: str) -> tuple[int, bytes]:
-    """Return the capacity of a pipe or FIFO and its content; no open of another process waits while it has a reader."""
+    """Return the capacity of a pipe or FIFO and what is in it, by the path of a descriptor."""
+    # While a FIFO has a reader no open of another process waits for one, so opening it here wakes no process (fifo(7)).
     if not path:
         raise _OpaqueError("a FIFO has no reader")
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -350,7 +354,8 @@ def _memory(path: str, status: os.stat_result) -> tuple[Any, ...]:
 
 
 def _require_waiting(pid: int) -> None:
-    """Require that a thread waits for descriptors (a stopped one does not), so that an event wakes it."""
+    """Require that a thread of a process waits for descriptors, so that an event for one of them wakes it."""
+    # A stopped thread does not wait, though its system call is that of one that does.
     waits = _NUMBERS.get(kernel.MACHINE, (0, 0, set[int]()))[2]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         directory = f"/proc/{pid}/task/{thread}"

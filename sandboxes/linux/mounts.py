@@ -75,7 +75,9 @@ def hide(path: str) -> None:
 
 
 def switch(root: int, kept: list[str]) -> None:
-    """Make a detached overlay the root, with `kept` mounts; shells would stay in the old root, so have none."""
+    """Make a detached overlay (`syscalls.overlay`) the root of this mount namespace; the kept mounts move along."""
+    # A process whose working directory is in the old root stays there, so a sandbox must not have shells when it
+    # switches.
     kernel.attach(root, "/")
     os.fchdir(root)
     for mount_point in ("/proc", "/dev", "/sys", *kept):
@@ -85,7 +87,8 @@ def switch(root: int, kept: list[str]) -> None:
 
 
 def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) -> None:
-    """Give services the sandbox's /proc, /dev and /sys, and mount shared directories; links are an `OSError`."""
+    """Give each side service the sandbox's /proc, /dev and /sys, and mount the directories that services share."""
+    # No path may lead through a link, which is an `OSError`: an image may have one there.
     for root in roots:
         for mount_point in ("/proc", "/dev", "/sys"):
             kernel.bind_all(mount_point, f"{root}{mount_point}")
@@ -94,7 +97,7 @@ def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) ->
 
 
 def stop_following_links() -> list[str]:
-    """Have the kernel follow no link in this mount namespace; return the mounts changed, for `follow_links`."""
+    """Make the kernel follow no symbolic link in this mount namespace; return the changed mounts."""
     with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
         lines = [line.decode("latin-1").split(" - ") for line in file]
     changed = []

@@ -1,4 +1,7 @@
-"""Paths without links, which stay the file or directory that they were when they were checked. Few imports."""
+"""Paths without links, which stay the file or directory that they were when they were checked.
+
+The launcher of sandboxes loads this module, so it imports little.
+"""
 
 import contextlib
 import errno
@@ -36,7 +39,7 @@ def plain_descriptor(path: str) -> int:
 
 @contextlib.contextmanager
 def open_plain(path: "str | Path") -> "Iterator[Path]":
-    """Open a path without links, see `plain_descriptor`; yield a path below `/proc/self/fd` that stays the file."""
+    """Open a path without links (`plain_descriptor`); yield a path below `/proc/self/fd` that stays the file."""
     from pathlib import Path  # noqa: PLC0415 - pathlib is not loaded in the launcher
 
     with Opened(plain_descriptor(str(path))) as fd:

@@ -67,7 +67,8 @@ def fields_of_processes(ours: Collection[int] = ()) -> dict[Process, list[bytes]
 
 
 def has_ended(fields: list[bytes]) -> bool:
-    """Return whether a process has ended by its `stat` fields: its first thread is no proof while others run (pure)."""
+    """Return whether a process has ended, by its fields of /proc/PID/stat after the command name (pure)."""
+    # A process whose first thread has ended looks like a zombie, but its other threads run on.
     return fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1
 
 
@@ -89,7 +90,10 @@ def stat_fields(process: int | str) -> list[bytes] | None:
 
 
 class Grace:
-    """The time that processes get to end after their command; one that wants a CPU is charged its CPU time only."""
+    """The time that processes get to end after their command."""
+
+    # A process that is about to end needs a CPU for that. While it wants one, only its own CPU time counts, because a
+    # busy machine may not give it any. While it sleeps, all time counts.
 
     def __init__(self) -> None:
         self._began_at = time.monotonic()
@@ -153,7 +157,8 @@ def _is_ending(thread: str, fields: list[bytes] | None) -> bool:
 
 
 def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
-    """Wait until a process sleeps, and so stays as it is, or a condition holds; return whether it holds."""
+    """Wait until a process sleeps, or until a condition holds; return whether the condition holds."""
+    # A sleeping process stays as it is, so its condition will not change either.
     deadline, pause_s = time.monotonic() + _MAX_ASLEEP_WAIT_S, 0.0002
     while not as_new():
         # Before the condition: the process may change and then fall asleep between the two looks.
@@ -166,7 +171,8 @@ def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
 
 
 def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
-    """Return how often threads of each process got a CPU: an equal count means unchanged memory; -1 is unknown."""
+    """Return how often the threads of each process were given a CPU; -1 for one that runs or is not counted."""
+    # A process whose count did not change has not run, so its memory is unchanged.
     counts = {}
     for process in processes:
         count = 0
@@ -217,7 +223,8 @@ def reap() -> dict[int, int]:
 
 
 def kill_except(spared: AbstractSet[Process], first: int | None = None) -> dict[int, int]:
-    """Kill all processes but pid 1 and the spared, `first` (a shell that would report) first; return exit codes."""
+    """Kill all processes but pid 1 and the spared ones, however fast they fork; return children's exit codes."""
+    # The first one is killed before the others: a shell, which would report the death of its children.
     exit_codes: dict[int, int] = {}
     if first is not None:
         _kill(first)
@@ -262,7 +269,9 @@ def written_paths(pids: Iterable[int] | None = None) -> set[str]:
 
 
 def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
-    """Return whether all descend from `root`; the list is read again, as a parent may end between two reads."""
+    """Return whether all processes of a list are the process `root` or descend from it."""
+    # A process whose parent ends between two reads seems to have no parent. So the list, which has every ancestor up to
+    # `root`, is read again before a process counts as a stranger.
     for _ in range(_MAX_LOOKS):
         parents = {pid: parent(pid) for pid in list_pids()}
         if all(_descends(pid, root, parents) for pid in parents):
@@ -288,7 +297,9 @@ def last_pid() -> int:
 
 
 def set_last_pid(file: int, number: int) -> None:
-    """Give the next process of this pid namespace the pid after a number; `file` was opened outside the sandbox."""
+    """Make the next process of this process's pid namespace get the pid after a number."""
+    # A process outside the sandbox has opened the file. The kernel goes by the namespace of the writer
+    # (pid_namespaces(7)).
     os.pwrite(file, str(number).encode(), 0)
 
 
@@ -313,7 +324,7 @@ def ipc_objects(*kinds: str) -> int:
 
 
 def has_descriptors(pid: int, expected: Mapping[int, str]) -> bool:
-    """Return whether a process has these descriptors open and no others, by what they lead to, as far as it shows."""
+    """Return whether exactly these descriptors of a process are open, by the kernel's names of what they lead to."""
     try:
         folder = f"/proc/{pid}/fd"
         # The size of the directory is the number of descriptors since Linux 6.2 (proc_pid_fd(5)); before, it is 0.

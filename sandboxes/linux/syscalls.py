@@ -301,7 +301,7 @@ def _name_each(context: int, lowers: list[str], above: dict[str, str], _opened: 
 
 
 def _name_together(context: int, lowers: list[str], above: dict[str, str], opened: list[int]) -> None:
-    """Name the directories by descriptors, `opened` until the overlay is made, when the kernel looks them up."""
+    """Name the directories by descriptors, added to `opened`: they have to be open when the overlay is made."""
     for folder in (*lowers, *above.values()):
         opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PERF401 - each is closed
     numbers = list(map(str, opened))
@@ -327,7 +327,8 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
 
 
 def open_sysctl(name: str) -> int:
-    """Return a descriptor of a kernel setting, such as `kernel/ns_last_pid`; containers' own /proc is read-only."""
+    """Return a descriptor of a setting of the kernel for writing, such as `kernel/ns_last_pid`."""
+    # Containers have /proc/sys read-only. A new mount of /proc, which takes CAP_SYS_ADMIN, is not.
     try:
         return os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -379,12 +380,13 @@ def open_without_links(path: bytes, flags: int) -> int:
 
 
 def bind_within_root(source: str, target: str) -> None:
-    """Bind a directory of the root's file system to another, without mounts below; links or other mounts are errors."""
+    """Bind a directory of the root's own file system to another one. Mounts below it are not shown."""
+    # Neither absolute path may lead through a link (ELOOP) or into another mount (EXDEV).
     _bind(source, target, resolve=RESOLVE_NO_XDEV)
 
 
 def bind_all(source: str, target: str) -> None:
-    """Bind a directory, with all mounts below it, to a directory of the root's own file system; links are ELOOP."""
+    """Bind a directory, with all mounts below it, to one of the root's file system; a link in a path is ELOOP."""
     _bind(source, target, flags=AT_RECURSIVE)
 
 
@@ -453,7 +455,7 @@ def kind_of_file_system(file: int) -> int:
 
 
 def set_process_name(name: str) -> None:
-    """Replace this process's command line, which the agent can read of pid 1, by a name in its place in memory."""
+    """Replace the command line of this process, as `ps` shows it, by a name: the agent can read that of pid 1."""
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is not loaded here
         fields = file.read().rpartition(b")")[2].split()
     # arg_start and arg_end (proc_pid_stat(5), fields 48 and 49).
@@ -464,7 +466,7 @@ def set_process_name(name: str) -> None:
 
 
 def keep_no_ended_connections() -> None:
-    """Let TCP connections end without TIME_WAIT, which would be state of a sandbox that nothing shows."""
+    """Let TCP connections here end without TIME_WAIT (RFC 9293), which would be state that nothing shows."""
     with contextlib.suppress(OSError), Opened(open_sysctl("net/ipv4/tcp_max_tw_buckets")) as file:
         os.write(file, b"0")
 
@@ -478,21 +480,23 @@ def bring_up_loopback() -> None:
 
 
 def schedule(niceness: int, slice_ns: int) -> None:
-    """Give this thread, not its children, a niceness and a time slice (sched_setattr(2); Linux 6.12, 0.1 to 100 ms)."""
+    """Give this thread a niceness and a time slice (sched_setattr(2)). What it forks or starts is ordinary again."""
+    # The slice is from 100,000 to 100,000,000 ns; Linux before 6.12 ignores it.
     # SCHED_OTHER, with SCHED_FLAG_RESET_ON_FORK; deadline, period and the limits of utilization do not apply.
     attributes = struct.pack("=IIQiIQQQII", 56, 0, 1, niceness, 0, slice_ns, 0, 0, 0, 0)
     syscall("sched_setattr", ctypes.c_int(0), ctypes.c_char_p(attributes), ctypes.c_uint(0))
 
 
 def share_heap() -> None:
-    """Let all threads allocate from one heap (mallopt(3)), before they start: freed memory stays in heaps of theirs."""
+    """Let all threads of this process allocate from one heap (mallopt(3)). Call it before threads start."""
+    # glibc gives threads heaps of their own, in which freed memory stays: 3 to 6 MB for each thread of the proxy.
     # M_ARENA_MAX; a libc without it has one heap.
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 1)
 
 
 def reset_signals() -> None:
-    """Handle every signal as a new process does: ignored and blocked ones stay so across an exec (nohup, `&`)."""
+    """Handle every signal as a new process does: ignored and blocked signals would stay so across an exec."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

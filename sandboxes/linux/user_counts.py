@@ -30,7 +30,8 @@ WATCH_S = 0.05
 
 
 def are_exhausted() -> bool:
-    """Return whether this user, who is not exempt, can have no further inotify instance, pipe, or passed descriptor."""
+    """Return whether this user can have no further inotify instance, whole pipe, or descriptor under way."""
+    # The kernel exempts root with its rights from the limit of pipes, and pid 1 has given these up.
     try:
         os.close(kernel.inotify())
         pipe = os.pipe()
@@ -47,7 +48,7 @@ def are_exhausted() -> bool:
 
 
 def held(pids: Iterable[int]) -> float:
-    """Return how much of what `SHARE` bounds some processes hold; one that hides its descriptors holds too many."""
+    """Return how much of what `SHARE` bounds some processes hold; one that hides its descriptors has too many."""
     count, pipes = 0.0, dict[str, float]()
     for pid in pids:
         try:

@@ -74,7 +74,7 @@ class Bases:
     def __init__(
         self, data_dir: Path, images: ImageStore, *, privileged: bool, rules: SourceRules | None = None
     ) -> None:
-        """Name the directories, which `open` makes. The rules' private paths are hidden on the host's own system."""
+        """Name the directories; `open` makes them. The rules' private paths are hidden where the host is the base."""
         self._data = data_dir
         self._folder = data_dir / "bases"
         self._trees, self._images = BuiltTrees(self._folder), images

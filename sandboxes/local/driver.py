@@ -232,7 +232,8 @@ class LocalDriver:
                 return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
 
     async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
-        """Return what a path of a state leads to; nothing of this machine's base, of which sandboxes see a part."""
+        """Return what a path of a state leads to, but nothing of a base that is this machine itself."""
+        # Sandboxes see a part of it, and a person may not.
         with contextlib.ExitStack() as held:
             held.enter_context(self.sandboxes.holding(frozen.parts))
             base = await self._frozen_base(spec, frozen.payload)
@@ -335,7 +336,9 @@ class LocalDriver:
         images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
-        """Start a sandbox from a spare, on layers over its base; `images` is the checkpoint to restore, or None."""
+        """Start a sandbox from a spare, with layers over its base, the topmost first."""
+        # `state` is what pid 1 needs of the state (`_state`), and `images` the checkpoint to restore; None starts a
+        # fresh shell. If it `seals`, each call's changes become a layer.
         self.sources.check_egress(spec)
         if spec.stands_still and self.machine.cgroups.freezer is None:
             raise SpecError(

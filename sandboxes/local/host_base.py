@@ -133,7 +133,7 @@ def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
-    """Write the mask layer, which lies over the host's root and hides some paths, with rights over files."""
+    """Write the mask layer, which hides some paths of the host's root; this takes rights over files (`rights.held`)."""
     host = Path("/")
     for path in host.iterdir():
         # An allow-list: a directory that an administrator adds to `/` tomorrow is hidden without a change here.
@@ -248,7 +248,9 @@ def _is_whiteout(path: Path) -> bool:
 
 
 def _fix_times(target: Path, *others: str) -> None:
-    """Give what shows nothing of the host's a fixed time: a state's digest must be equal on each machine."""
+    """Give the root, and directories that show nothing of the host's, a time that is the same on every machine."""
+    # A state's digest is relative to its base, and a layer has the times of the directories below it. With the time at
+    # which each machine made its base, a state from another machine would differ from what was recorded there.
     for name in ("", *_EMPTY, *(f"var/{name}" for name in _EMPTY_STATE), *others):
         path = target / name
         if path.is_dir() and not path.is_symlink():
@@ -264,7 +266,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
 
 
 def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
-    """Write the base for a proxy without root: links, readable /etc, mount points; return the `BOUND` there are."""
+    """Write the base for a proxy without root; return the directories of `BOUND` that this host has."""
     skeleton(target)
     for name in VISIBLE:
         path = Path("/") / name

@@ -237,7 +237,9 @@ class Launcher:
         return overlay
 
     def _set_last_pid(self, number: int, sandbox: int) -> list[int]:
-        """Write `ns_last_pid` in a child, whose pid namespace the kernel goes by; return its process descriptor."""
+        """Write `ns_last_pid` in a child, and return its process descriptor, if it has not ended."""
+        # The kernel goes by the pid namespace of the writer (pid_namespaces(7)). Nothing waits for the child here: a
+        # process of the sandbox may stop it. Where the kernel lets nobody write, replays get the pids that come.
         with contextlib.suppress(OSError):
             if self.grounds is not None:
                 self.grounds.require_sandbox(sandbox)
@@ -298,7 +300,8 @@ def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:
 
 
 def _mount(stack: LayerStack) -> list[int]:
-    """Mount a stack of layers; return detached mounts of the whole, its upper, what is below, and any root state."""
+    """Mount a stack of layers; return mounts of the whole, of its upper, of what is below, and of any root state."""
+    # Pid 1 holds them in the sandbox, so none of them leads further up on the host.
     fds = [_writable(stack)]
     upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -352,7 +355,9 @@ def _tried(stack: LayerStack) -> LinksTried:
 
 
 def _overlay(lowers: list[str], upper: str | None, work: str | None, *, index: bool = False) -> int:
-    """Return an overlay whose base is opened without following links: another user may have put one there since."""
+    """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`."""
+    # A base may be a directory in which another user can put a link after its path was checked. All other directories
+    # are the driver's own.
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
     with Opened(plain_descriptor(lowers[-2])) as base:
         return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work, index=index)
@@ -384,6 +389,7 @@ _MARKS = "user.overlay."
 
 def _become_root_of_a_namespace() -> None:
     """Continue as root of a new user namespace, in a child that is pid 1 of a pid namespace that it owns."""
+    # The child can return from each sandbox's pid namespace only to a pid namespace that its own user namespace owns.
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     # Without "deny" the kernel refuses a gid_map of an unprivileged process (user_namespaces(7)).
@@ -433,7 +439,9 @@ def _root_is_overlay() -> bool:
 
 
 def main() -> None:
-    """Run the launcher, with a socket and the directory for the host's view as its first arguments."""
+    """Run the launcher."""
+    # Arguments: the socket's descriptor, the directory for the host's view, and options: `OLDER_MOUNTS`, or `FOR` and
+    # the user and the directory of a proxy that is not root.
     driver = connect()
     grounds: Grounds | None = None
     # Before the first fork, and with the right to it: no process of a sandbox can get a lower score then.

@@ -26,7 +26,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def lay_over(source: Path, target: Path, is_replaced: Callable[[str], bool] = lambda _: False) -> None:
-    """Copy an upper layer over a merged one as overlayfs shows it, but for files that are replaced later."""
+    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two."""
+    # A path that is no directory is not copied if something else will be laid over it (`is_replaced`).
     with contextlib.ExitStack() as opened:
         layer, merged = (os.open(path, _FOLDER) for path in (source, target))
         opened.callback(os.close, layer)
@@ -58,7 +59,7 @@ def has_entry(layer: Path, path: str) -> bool:
 
 
 def _make_folder(path: str, layer: int, merged: int) -> bool:
-    """Make a directory of the merged layer: new, merged, opaque, or over something else; return if it is opaque."""
+    """Make a directory of the merged layer, by the cases of overlayfs; return whether it is opaque there."""
     opaque = is_opaque(layer, MARKS)
     folder, _, name = path.rstrip("/").rpartition("/")
     if not name:

@@ -23,7 +23,9 @@ class LayerTables:
         return os.path.exists(f"{self._layers}{layer}/table")  # noqa: PTH110
 
     def of_state(self, ids: Sequence[str]) -> tuple[bytes, int]:
-        """Return a state's tables down to the last complete one, and a descriptor of that one or of an empty file."""
+        """Return what a supervisor needs to know the rows of a state, given its layers above the root state."""
+        # The tables are those above the last complete one, one after another, and a descriptor of that one, or of an
+        # empty file.
         above = list(itertools.takewhile(lambda layer: not self.is_complete(layer), ids))
         return b"".join(map(self.of, above)), self.open_complete(ids[len(above) :])
 

@@ -125,7 +125,9 @@ class Layers:
         return upper.id
 
     def place(self, upper: Upper, meta: LayerMeta, table: bytes, *, apart: bool = False) -> None:
-        """Put an upper where its layer will be mounted; `apart` moves its files out of a directory in use."""
+        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it."""
+        # `apart` moves its files out of the directory that some sandbox has mounted, and so below an overlay with an
+        # index; see `syscalls.overlay`.
         if apart:
             _move_apart(upper)
         complete = row_table.RowTable(memoryview(table)).complete
@@ -216,7 +218,8 @@ class Layers:
                     sync_path(name, within=top)
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
-        """Merge layers, topmost first, into one from an empty upper, by copying: links would show in `ls -l`."""
+        """Merge layers, the topmost first, into one that replaces them all, made of an empty upper; return its id."""
+        # Files are copied, not hard-linked: a hard link would change the link counts that `ls -l` shows.
         tables = [row_table.RowTable(memoryview(self.tables.of(layer))) for layer in ids]
         folders = [self.frozen / layer / "diff" for layer in ids]
         topmost: dict[str, int] = {}
@@ -282,7 +285,8 @@ class ReadyUppers:
 
 
 def _move_apart(upper: Upper) -> None:
-    """Move an upper's files into a new directory without overlayfs' index, below a sandbox that does not look."""
+    """Move an upper's files into a new directory, and remove overlayfs' index of them, which has a name of each."""
+    # A sandbox still has the old directory mounted, but runs nothing that could look.
     mounted = f"{upper.folder}/mounted"
     os.rename(upper.diff, mounted)  # noqa: PTH104
     os.mkdir(upper.diff, 0o700)  # noqa: PTH102
@@ -302,7 +306,7 @@ def _move_apart(upper: Upper) -> None:
 
 
 def copy_upper(live: Upper, upper: Upper) -> None:
-    """Copy what a live sandbox wrote into another upper, unless directories are nested too deeply."""
+    """Copy what a live sandbox wrote into another upper; NotFreezableError if it is nested too deeply."""
     try:
         lay_over(live.path / "diff", upper.path / "diff")
     except trees.TreeTooDeepError as error:
@@ -332,7 +336,8 @@ def undo(layers: Layers, uppers: Iterable[Upper]) -> None:
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Return the longest run of neighbouring layers of `MERGE_BYTES` in total; one without a size ends it (pure)."""
+    """Return the longest run of neighbouring layers whose total size is at most `MERGE_BYTES` (pure)."""
+    # A layer without a size is not merged. The run is empty if no two neighbours are small enough.
     best: list[str] = []
     run: list[str] = []
     total = 0

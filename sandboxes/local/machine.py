@@ -87,7 +87,7 @@ class Machine:
         checkpointer: Checkpointer,
         holding: Holding,
     ) -> None:
-        """Describe the machine, whose launcher mounts `host_view`; `holding` keeps layers that no stack has yet."""
+        """Describe the machine; `open` starts the launcher. `holding` keeps layers that are in no stack yet."""
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
@@ -154,7 +154,9 @@ class Machine:
         await asyncio.to_thread(self.cgroups.close)
 
     async def keeps_links(self, lowers: tuple[str, ...]) -> bool:
-        """Return whether hard links can stay links: that takes file handles below, and rights over files."""
+        """Return whether hard links can stay links over a base's directories."""
+        # The file systems must have file handles. And we must have rights over files: without them a directory that an
+        # agent has made read-only cannot be moved (`Layers.place`).
         async with self._trying_links:
             # Once, however many sandboxes start together.
             if lowers not in self._keeps_links:
@@ -178,7 +180,7 @@ class Machine:
         return tried
 
     async def spare(self) -> Spare:
-        """Return a spare sandbox, or a new one; call `restock` once it has started. Its end is `ChannelClosedError`."""
+        """Return a spare sandbox, or a new one; ChannelClosedError if it ends. Call `restock` when it has started."""
         self._starting += 1
         self._demand.note(time.monotonic())
         while self._spares:

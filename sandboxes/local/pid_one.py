@@ -58,7 +58,8 @@ class Switches:
         self.link, self._mounts = link, mounts
 
     def keep(self, mounts: list[int]) -> None:
-        """Keep other mounts open, and close those of layers left, which comes last: an unmount waits for RCU."""
+        """Keep other mounts open, and close those of the layers that the sandbox has left."""
+        # The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
         before, self._mounts = self._mounts, mounts
         close_all(before)
 
@@ -87,7 +88,9 @@ class PidOne:
         self._held_from, self._has_segments = 0.0, False
 
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
-        """Report the start, and answer until the proxy is gone. Only the first call waits for a begun shell."""
+        """Report that the sandbox has started, then answer requests until the proxy is gone."""
+        # The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
+        # layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
         # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
         if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()

@@ -31,7 +31,7 @@ _PREPARE = (
 
 
 async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
-    """Make the directories that services share in a root state, or say by `SpecError` why that is impossible."""
+    """Make the directories that services share in a root state; SpecError if that is impossible."""
     if not spec.services:
         return
     await run_set_up(sandbox, spec, "services", _PREPARE)

@@ -135,7 +135,9 @@ class LocalSandbox:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
-        """Give the spare its layers and its state (`images`: a checkpoint's); return when its shell is ready."""
+        """Give the spare its layers and its state; return when its shell is ready."""
+        # The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are
+        # restored in it; None starts fresh shells.
         other_user = self._base.user not in {"", "0"}
         if self._machine.shell is None and (other_user or not self._base.own_bash):
             raise SpecError(
@@ -292,7 +294,8 @@ class LocalSandbox:
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
     def _stillness(self, checkpoint: dict[str, Any]) -> StandStill | None:
-        """Return how restored processes stand still until their first call; None: they run. Else SandboxError."""
+        """Return how restored processes stand still until their first call; None if the spec lets them run."""
+        # `SandboxError` says that they must not run, because they would lack locks.
         pids, locks = checkpoint["pids"], checkpoint.get("locks", [])
         if not self._spec.stands_still:
             if locks:
@@ -306,7 +309,8 @@ class LocalSandbox:
         return StandStill(freeze, pids, locks)
 
     async def _stand_still(self, only: Collection[int] | None = None) -> None:
-        """Freeze the processes until the next call, if the spec wants that: recorded answers grow old beside them."""
+        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old."""
+        # Other processes than `only` are not the agent's; None stands for all.
         if not self._spec.stands_still or self._process is None:
             return
         try:
@@ -396,7 +400,9 @@ class LocalSandbox:
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self, *, root: bool = False) -> FrozenState:
-        """Freeze the sandbox; a cancelled freeze kills it. In a root state, hard links to the base may break alike."""
+        """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox."""
+        # In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
+        # sandboxes of the spec alike.
         await self.guest.settle()
         was_still = self._is_still
         self._move_on()
@@ -436,7 +442,7 @@ class LocalSandbox:
         }
 
     async def _checkpoint(self, tree: ProcessTree) -> FrozenState:
-        """Dump the sandbox's processes, with a copy of the files of the same moment; CRIU may refuse."""
+        """Dump the sandbox's processes, with a copy of the files of the same moment."""
         states: list[LayerState] = []
         copies: list[Upper] = []
 

@@ -45,7 +45,7 @@ def frame_of(name: str, service: Service, config: ImageConfig) -> ServiceFrame:
 
 
 def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
-    """Return the main container's call (`process.run`, `shell.exec`, `archive`) for one with a `service` argument."""
+    """Return the call of the main container that runs a process in a service, or works on the service's files."""
     arguments = {name: value for name, value in call.arguments.items() if name != "service"}
     if call.endpoint == "archive":
         return replace(call, arguments={**arguments, "root": f"{SERVICES}/{frame.name}"})

@@ -32,7 +32,7 @@ def shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
 
 
 def service_orders(spec: EnvironmentSpec, configs: Mapping[str, ImageConfig]) -> list[ServerOrder]:
-    """Return what starts the services of a spec, in their order (pure). `SpecError`: one can never be ready."""
+    """Return what starts the services of a spec, in the order in which they start (pure)."""
     return [_order(name, spec.services[name], configs[name]) for name in start_order(spec.services)]
 
 

@@ -147,7 +147,8 @@ class Pool:
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
-        """Yield the sandbox of a freeze that has begun: after `after_s`, or as soon as a caller needs it or room."""
+        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed."""
+        # It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
         assert slot.sandbox is not None
         try:
             # The event ends the wait, also when the time is up: a timeout would cancel the task and raise for it.

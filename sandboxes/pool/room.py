@@ -46,7 +46,7 @@ class Room:
     """The room for sandboxes of one proxy."""
 
     def __init__(self, setting: int | None, *, reserve_bytes: int = 0, workers: int = 1, other_files: int = 0) -> None:
-        """Take the setting `max_sandboxes`, or go by the machine, of which each of `workers` has an equal part."""
+        """Take the setting `max_sandboxes`, if there is one; else go by the machine, which `workers` share equally."""
         self._setting, self._reserve_bytes, self._workers = setting, reserve_bytes, workers
         self._other_files = other_files
         self._looked_at, self._bound = -_LOOK_S, RoomBound(1, "", "")
@@ -81,7 +81,9 @@ class Room:
 
 
 def open_more_files() -> None:
-    """Raise this process's limit of open files: the usual 1,024 are for select(2), and a sandbox takes five."""
+    """Raise the limit of this process's open files as far as it may."""
+    # What systemd and login shells give, often 1,024, is for programs that use select(2), and a sandbox takes five
+    # files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft < most:

@@ -192,12 +192,15 @@ RowCounts = dict[str, tuple[int, ...]]
 
 
 def counts(connection: CatalogConnection) -> RowCounts:
-    """Return the rows that the session changed in user tables; only differences within a transaction mean anything."""
+    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones."""
+    # The server accumulates counts over transactions until it reports them. Only the difference of two readings within
+    # one transaction is meaningful.
     return {str(row[0]): tuple(row[1:]) for row in connection.execute(_COUNTS)}
 
 
 def system_counts(connection: CatalogConnection) -> dict[str, int]:
-    """Return the rows that the session changed in each system table: the schema's, unless all are `STATISTICS`."""
+    """Return how many rows of each system table the session changed. Only differences are meaningful."""
+    # A change of these tables is one of the schema, unless they are all `STATISTICS`.
     return {str(name): int(count) for name, count in connection.execute(_SYSTEM_COUNTS)}
 
 
@@ -255,7 +258,8 @@ _WRITE_OBJECTS = (
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
-    """Return the definitions of user objects by name; `writing` adds defaults, triggers and rules."""
+    """Return the definitions of user objects that a statement may use without naming what they contain."""
+    # `writing` includes what runs when a table is written to: defaults, triggers and rules.
     texts: dict[str, str] = {}
     for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:
         for name, text in connection.execute(query):

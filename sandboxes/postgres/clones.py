@@ -83,7 +83,7 @@ class Clones:
         self._background.spawn("prepare reader", self._prepare(template))
 
     async def fork(self, template: Template) -> PrivateClone:
-        """Return a private clone: a spare, or a new one, whose worker may fail as a `PooledWorker` does."""
+        """Return a private clone: a spare, or a new one. Its worker may fail (WorkerLostError, WorkerStuckError)."""
         try:
             while template.spares:
                 spare = template.spares.popleft()

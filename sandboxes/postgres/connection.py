@@ -133,7 +133,7 @@ class PostgresLink:
     def send(
         self, text: str, call: PostgresCall, *, parameters: Any = None, single: bool = False, stop: bool = False
     ) -> PostgresOutcome:
-        """Run a text of the agent; `single` refuses several statements, `stop` cancels it when the result is full."""
+        """Run a text of the agent within its call's limits. `single`: one statement; `stop`: ends at a full result."""
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
         outcome = statement.run(text, parameters, single=single)
         # A read is rolled back.
@@ -200,7 +200,8 @@ class PostgresLink:
         self.connection.execute("RESET ROLE")
 
     def session(self) -> tuple[str, bool]:
-        """Describe the session state (empty if none), and say whether temporary objects are known to exist."""
+        """Describe the session state (empty if there is none), and say whether there are temporary objects."""
+        # In a failed transaction the server does not tell of temporary objects.
         if self.status == pq.TransactionStatus.INERROR:
             return "a transaction that failed", False
         *parts, temporary = self.query_row(_SESSION)

@@ -160,7 +160,8 @@ class PostgresServer:
         return name
 
     async def admit(self, database: str) -> None:
-        """Give a clone a login that only it accepts, as new before each connection: an agent can change its own."""
+        """Before a connection, give a clone a login that only it accepts, or make the login as it was."""
+        # An agent can change the password and the settings of its own login.
         login, agent = sql.Identifier(database), sql.Identifier(self.agent)
         # Never the agents' role: a transaction of an agent that changes it would hold up everybody.
         statements = [sql.SQL("ALTER ROLE {} RESET ALL").format(login)]

@@ -70,7 +70,7 @@ def made_or_none(folder: Path) -> ShellFiles | None:
 
 
 def make(folder: Path, library: Path = Path(spawn.ANCHOR), root: str = "/") -> ShellFiles:
-    """Make `files` and an empty `empty` anew below a folder, from the compiled `anchor.c` and the root's bash."""
+    """Make the files anew, in `files` below a folder; `empty` beside it is empty. NoShellFilesError if impossible."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:

@@ -107,7 +107,7 @@ def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
 
 
 def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure | None], *, ordered: bool) -> bytes:
-    """Encode the result of `compare` for the queries `sql` and `gold`, of which none may have failed for rows."""
+    """Encode the result of `compare` for the queries `sql` and `gold`; after an error no rows are read."""
     for name in ("sql", "gold"):
         failure = errors[name]
         if failure is not None:

@@ -45,7 +45,9 @@ class StatementGuard:
         self.begin(private=False)
 
     def begin(self, *, private: bool, compiling: bool = False) -> None:
-        """Guard a statement; a `private` connection may change, and a pragma takes effect even while `compiling`."""
+        """Start to guard a statement, and forget the one before."""
+        # private: the connection belongs to one rollout, so a statement may change it. compiling: the statement is only
+        # compiled (EXPLAIN); a pragma takes effect even then.
         # `refused` says why the statement is never allowed; empty if it is.
         self.private, self.compiling, self.refused = private, compiling, ""
         self.acts: set[Act] = set()  # What the statement needed the authorizer for.
@@ -154,7 +156,9 @@ class SqliteConnection:
         return outcome
 
     def _changes_since(self, total: int) -> int:
-        """Return how many rows the last statement changed; `Cursor.rowcount` knows that of plain DML only."""
+        """Return the rows that the last statement changed, if `total_changes` was `total` before it."""
+        # `Cursor.rowcount` counts those of statements that begin with INSERT, UPDATE, DELETE or REPLACE only. A
+        # statement that changes no rows leaves `changes()` as it was.
         if self.raw.total_changes == total:
             return 0
         with self.guard.off():
@@ -172,7 +176,8 @@ class SqliteConnection:
         return Failure(str(error), "sql", code)
 
     def has_session(self) -> bool:
-        """Return whether there is a transaction, a temporary object, an attached database, or a plan of its own."""
+        """Return whether the connection holds session state."""
+        # That is a transaction, temporary objects, attached databases, or plans that no new connection would make.
         if self.raw.in_transaction or self.guard.plans_by_old_statistics:
             return True
         databases = [row[1] for row in self.raw.execute("PRAGMA database_list")]

@@ -238,7 +238,8 @@ class SandboxDatabase:
     # -- the fork ----------------------------------------------------------------------------------------------------
 
     async def _dedicated_worker(self) -> tuple[PooledWorker, OpenFork | None]:
-        """Return the fork's worker, both made if missing, and the `open` request if it has the fork not open yet."""
+        """Return the worker of the fork, and the `open` request that it needs first; None if it has the fork open."""
+        # The fork and the worker are created if they are missing.
         if self._worker is not None and self._worker.alive and self._opened:
             return self._worker, None
         if self.witness:

@@ -129,7 +129,7 @@ class Sources:
 
 
 def _files(paths: list[str]) -> list[Path]:
-    """Return the files that paths name, for one database: a directory stands for its CSV files, by name."""
+    """Return the files that paths name. A directory stands for its CSV files, in the order of their names."""
     files = [Path(path) for path in paths]
     if len(files) == 1 and files[0].is_dir():
         files = sorted(files[0].glob("*.csv"))

@@ -146,7 +146,8 @@ class SqliteStore:
                 raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
 
     def read_whole(self, parts: Iterable[str]) -> bool:
-        """Read new states completely and delete damaged ones; return whether all are as written. Blocking."""
+        """Read states completely that this process has not read yet; return whether all are intact. Blocking."""
+        # A damaged state is deleted.
         with self._reading:
             return all(map(self._is_whole, parts))
 
@@ -167,7 +168,8 @@ class SqliteStore:
         return whole
 
     def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
-        """Save a fork, between transactions, as a state; return it with the bytes added. `pages`: from `Pages.save`."""
+        """Save a fork as a state, and return it with the bytes that it adds to the disk."""
+        # The fork's worker must be between transactions. `pages` is the result of `Pages.save` for the content.
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         size = page_size_of(fork.header())
         length = wal_bytes(state.frames, size)
@@ -199,7 +201,9 @@ class SqliteStore:
         return int(self._manifest(part)["frames"])
 
     def adopt_over(self, root: str, build: Callable[[Path], tuple[int, bytes]]) -> str:
-        """Add a state over a root's database file, whose log `build` writes; return its name."""
+        """Add a state that shares its database file with a root state, and return its name."""
+        # `build` writes the log beside the database file that it is given; it returns the log's length in frames, and
+        # what `Pages.save` returns for the state. If it fails, nothing stays.
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         try:
             self._clone(self.path(root), folder / "db")

@@ -69,6 +69,7 @@ class WorkerCalls:
         fork: OpenFork | None = None,
     ) -> Envelope[ToolDone | StateGone]:
         """Run a call in a worker, on a shared state or on the fork (None), which is opened first if one is given."""
+        # The digest of the database's state seeds random numbers if the clock is frozen.
         frozen_ms = self._spec.frozen_ms
         request = RunTool(
             call.tool, dict(call.arguments), self._spec.limits.output_bytes, frozen_ms,

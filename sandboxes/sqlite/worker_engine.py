@@ -146,7 +146,9 @@ class SqliteEngine:
         return connection
 
     def _close_logged(self) -> None:
-        """Close the open state that has a log: SQLite would use one log for two hard links of one file (by inode)."""
+        """Close the open state that has a log, if any."""
+        # States of one root may be hard links of one file. SQLite identifies files by inode within a process, so it
+        # would use one log for two such states.
         connection = self._shared.pop(self._logged, None)
         if connection is not None:
             connection.close()
@@ -220,7 +222,7 @@ class ForkConnection:
         )  # fmt: skip
 
     def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
-        """Run a script so that a failure undoes it; return its result, and whether the driver must undo the rest."""
+        """Run a script so that a failure undoes it; return its result, and whether it left changes nevertheless."""
         raw = self._connection.raw
         before = (self._take_commits(), RowCounters.read(raw), self._connection.has_session())
         nested = raw.in_transaction

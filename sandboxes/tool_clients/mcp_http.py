@@ -47,7 +47,8 @@ class HttpTransport:
     revisions = (VERSION, MODERN)
 
     def __init__(self, url: str, first: socket.socket, connect: Connect, note: str, *, max_bytes: int) -> None:
-        """Take over a connection for the first request; `connect` opens others, `note` is the process's last one."""
+        """Take over a connection, for the first request; `connect` opens each further one."""
+        # `note` is the note of the last conversation with this process, empty if there was none.
         parts = urlsplit(url)
         self._host, self._target = parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         # The supervisor connected when it made the server ready; using that connection saves a round trip.

@@ -88,7 +88,8 @@ class Spool(Listener):
     """Keeps the response to a call while it arrives, and passes it on, in constant memory: large ones go to a file."""
 
     def __init__(self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path) -> None:
-        """Begin the spool of a call's response: of a body above `max_bytes` nothing is kept. Its file has no name."""
+        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept."""
+        # The file in `folder` has no name and so leaves nothing behind after a crash.
         self._listener, self._max_bytes = listener, max_bytes
         # Without a name on disk, the file goes with its last descriptor, a killed process included.
         self._file = tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115 - see `close`

@@ -78,7 +78,7 @@ class Socket:
     """The client's end of one connection."""
 
     def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, max_bytes: int, opened: bool) -> None:
-        """Take over the pipes of a connection, `opened` if a checkpoint brought it; `max_bytes` is of one message."""
+        """Take over the pipes of a connection; `opened`: it comes from a checkpoint, with its handshake behind it."""
         self._write_fd, self._read_fd = fds
         self._max_bytes, self._received_bytes = max_bytes, 0
         path, _, query = call.arguments["target"].partition("?")

@@ -50,7 +50,9 @@ class Captioner:
     fresh: bool  # Ignore earlier answers of the model.
 
     async def describe(self, job: PreprocessJob, video: Reading, prefix: str) -> str:
-        """Make the captions' part; its name has a digest of them, as a model may answer otherwise later."""
+        """Make the part with the captions and return its name: the prefix, and a digest of the content."""
+        # The digest is there because a model may answer the same question differently later. After a ServerError, the
+        # answers that came before it are in the memo and are not requested again.
         segments, shown = await self._segments(video)
         captions = await self._captions(job, segments, shown)
         vectors = await self._vectors(job, [text for text, _ in captions], shown)

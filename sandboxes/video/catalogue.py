@@ -74,7 +74,7 @@ class Contents:
         return known
 
     def copy(self, path: Path, target: Path, max_bytes: int, *, confined: bool) -> str:
-        """Copy a file and return the digest of the copy. A VideoError (`limit`) is more than `max_bytes`."""
+        """Copy a file and return the digest of the copy; VideoError (`limit`) if it is larger than `max_bytes`."""
         stamp = stamp_of(path)
         if stamp[2] > max_bytes:
             raise VideoError(

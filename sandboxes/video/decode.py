@@ -145,7 +145,9 @@ class VideoFile:
         return results
 
     def _seek(self, t: float, here: float, gop_s: float) -> tuple[Iterator[Picture], Picture] | None:
-        """Return the pictures from a key picture at or before `t` on; None if no seek leads between `here` and `t`."""
+        """Return the pictures from a key picture at or before a time on, with that key picture."""
+        # None if no seek leads to a key picture between `here`, up to which the file was read, and `t`: going back
+        # further saves nothing. The file then is where it was.
         assert self._start_s is not None  # The first picture was decoded before.
         reading = ExitStack()
         container = reading.enter_context(opened(self._path))
@@ -190,7 +192,8 @@ class VideoFile:
 
 
 def sound(container: InputContainer, start_s: float) -> Iterator[tuple[int, NDArray[np.int16]]]:
-    """Yield the first sound track, mono at `SAMPLE_RATE`, as pieces with the number of their first sample."""
+    """Yield the first sound track, mono at `SAMPLE_RATE`: pieces in order, with the number of their first sample."""
+    # Sample 0 lies at `start_s`, the file's time of the first picture.
     stream = next(iter(container.streams.audio), None)
     if stream is None or stream.codec_context is None:
         return

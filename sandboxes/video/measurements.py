@@ -146,12 +146,14 @@ def _db(amplitude: float) -> float:
 
 
 def seek_pays(ahead: float, mean_gop: float) -> bool:
-    """Return whether seeking, with half a group of pictures to decode, is cheaper than decoding `ahead` pictures."""
+    """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it."""
+    # After a seek, half a group of pictures is decoded on average before the wanted one.
     return ahead > max(1.0, mean_gop / 2)
 
 
 def overlay(luma: NDArray[np.uint8]) -> str | None:
-    """Return the edge, "lower" or "upper", near which two distant shades alternate as in a line of text, or None."""
+    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither."""
+    # Rows of text have two shades that are far apart and alternate often. The text itself is not read.
     height, width = luma.shape
     rows = luma.astype(np.int16)
     dark, light = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)

@@ -64,7 +64,7 @@ class ModelClient:
     async def chat(
         self, model: VideoModel, text: str, pictures: Sequence[bytes], *, variant: int = 0, fresh: bool = False
     ) -> str:
-        """Return a model's answer to a text with JPEG images; `variant` selects a recorded answer, and the seed."""
+        """Return a model's answer to a text with JPEG images; `variant` selects one of several recorded answers."""
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         content += [{"type": "image_url", "image_url": {"url": _data_url(data)}} for data in pictures]
         payload = {

@@ -149,7 +149,8 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
 
 
 def _require_memory(stream: av.VideoStream, file_bytes: int) -> None:
-    """Raise MemoryError unless a picture and the largest packet fit: FFmpeg may report the end of the file instead."""
+    """Raise MemoryError unless there is memory for a picture and for the largest packet of a file."""
+    # Without it FFmpeg may report the end of the file instead of the error, and a video would pass for an empty one.
     width, height = stream.codec_context.width or 0, stream.codec_context.height or 0
     # 4 bytes a pixel; written to, because untouched memory costs nothing.
     bytearray(b"x") * (min(file_bytes, _MAX_PACKET_BYTES) + 4 * min(width * height, _MAX_PIXELS))

@@ -130,7 +130,7 @@ class WorkerPool:
     """All workers of one driver. None outlives `aclose`, or the driver's process."""
 
     def __init__(self, engine: str, data_dir: Path, *, network: bool = False) -> None:
-        """Create a pool with an engine (a module, or a short name of ours), confined to `data_dir` without network."""
+        """Create a pool; `open` starts it. Workers with a `network` are not confined to files below `data_dir`."""
         self.confined = False  # Whether files outside `data_dir` are out of the workers' reach.
         self._zygote = ForkServer(
             "the zygote of workers",

@@ -48,7 +48,7 @@ class CriuBinary:
 
     @classmethod
     def prepare(cls, directory: Path, criu: Path | None = None) -> "CriuBinary":
-        """Copy the machine's CRIU into a directory, made again, and probe the kernel. CriuMissingError: no use."""
+        """Copy CRIU, the machine's if none is given, into a directory made again; probe the kernel. Blocking."""
         # CRIU is driven by the proxy, and who drives it makes processes with any right.
         if os.geteuid() != 0:
             raise CriuMissingError(

@@ -61,7 +61,7 @@ class CriuCheckpointer:
     """A `Checkpointer` that saves and restores live processes with CRIU, for the driver of one data directory."""
 
     def __init__(self, data_dir: Path, *, images_dir: Path | None = None) -> None:
-        """Prepare nothing yet; `images_dir` has images of several data directories, such as a tmpfs; None: our own."""
+        """Prepare nothing yet. `images_dir` holds the images of several data directories; None: they are here."""
         data_dir = data_dir.resolve()
         # Several data directories may share images_dir; the digest keeps their images apart.
         digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()

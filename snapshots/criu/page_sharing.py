@@ -47,7 +47,9 @@ class Range:
 
 
 def share(images: Path, base: Path) -> bool:
-    """Take pages of a checkpoint that its base (if the same processes', on this disk) has from there; return if any."""
+    """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it."""
+    # A base that is gone, or that is no checkpoint of the same processes, shares nothing. If it fails, the images are
+    # as they were.
     if not base.is_dir() or _depth(base) >= MOST_PARENTS:
         return False
     shared: list[tuple[Path, bytes, list[Range]]] = []

@@ -114,7 +114,9 @@ class Anchor(Starter, ABC):
         self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None,
         user: User | None = None, folder: str = "",
     ) -> int:  # fmt: skip
-        """Start a bash (without a program, a session's loop) and return its pid, once it has opened its descriptors."""
+        """Start a bash and return its pid, once it has opened its descriptors; without a program, a session's shell."""
+        # It gets our descriptors by its own numbers. It begins in the folder, or in / where it cannot; only an anchor
+        # that forks goes there.
         holder = _hold(fds)
         try:
             paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
@@ -135,7 +137,7 @@ class Anchor(Starter, ABC):
             self.ask(self._request_to_close())
 
     def wait(self, pid: int) -> int | None:
-        """Return the exit status of a process that has ended, or is about to; None if an earlier anchor started it."""
+        """Return the exit status of a process that has ended (128 + a signal); None if an earlier anchor started it."""
         status = self.ask(self._request_for_status(pid))
         return None if status == _UNKNOWN else status
 

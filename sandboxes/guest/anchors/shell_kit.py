@@ -71,7 +71,8 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
 
 
 def narrow(pipes: Iterable[int], size: int = PAGE) -> None:
-    """Give idle pipes a small capacity, because the kernel counts them per user (pipe(7), pipe-user-pages-soft)."""
+    """Give idle pipes a small capacity: the kernel counts all of a user (pipe(7), pipe-user-pages-soft)."""
+    # Pipes as they are born would be enough for 110 sandboxes. One that has more in it stays as it is.
     _resize(pipes, size)
 
 

@@ -26,7 +26,7 @@ class Starter:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is an answer that was not asked for; the note of a fork may also wait on a busy machine."""
+        """Whether there is an answer that was not asked for, such as the note of a fork on a busy machine."""
         return unread_bytes(self.ends[1]) > 0
 
     def ask(self, request: bytes) -> int:

@@ -101,7 +101,8 @@ class ShellTemplate(Starter):
             self.ready, self.settings = True, passed_on(self.pid)
 
     def fork(self, folder: str) -> int:
-        """Return the pid of a new shell in a directory (latin-1); `AnchorLostError` if it cannot be started there."""
+        """Return the pid of a new shell in a directory (latin-1), once it has its descriptors."""
+        # AnchorLostError also if the shell cannot be started or cannot enter the directory.
         self.await_ready()
         self._await_collected()
         path = folder.encode("latin-1") + b"\0"

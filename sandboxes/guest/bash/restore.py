@@ -90,7 +90,7 @@ _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 
 
 def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSession | None = None) -> bytes:
-    """Return what a fresh bash sources to become a session, or else exits; None is a new session."""
+    """Return what a fresh bash sources to become a session; None is a new one. A bash that cannot do so exits."""
     lines = [BECOME_AGENT]
     if session is None:
         # An image's user may not enter the directory; then the root state has another. A later session never gets
@@ -152,7 +152,8 @@ def _exit_because(reason: str) -> str:
 
 
 def _functions(session: ShellSession) -> list[str]:
-    """Return the statement that sets `FUNCTIONS` to one line that defines each function in line 1, with `extglob`."""
+    """Return the statement that sets `FUNCTIONS` to one line that defines the functions."""
+    # Each of them then begins in line 1, as if it had been the whole command. Its patterns may need `extglob`.
     if not session["functions"]:
         return []
     # `function` makes a name of any word: `a=b ()` would be an assignment. Bash prints the brace on a line of its own.

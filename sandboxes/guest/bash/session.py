@@ -233,7 +233,8 @@ DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def is_lost(status: int, out: bytes, err: bytes) -> bool:
-    """Return whether a shell that ended without a dump had lost our descriptors, as bash says on its stderr."""
+    """Return whether a shell that ended without a dump had lost our descriptors."""
+    # Bash writes on its standard error that it cannot open the loop; a command may have redirected that.
     return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/1001: " in err)
 
 
@@ -255,7 +256,8 @@ class MalformedDumpError(ValueError):
 
 
 def number(text: str) -> int | None:
-    """Return a number that bash has printed; None for any other text: `isdigit` is true of `²`."""
+    """Return a number that bash has printed; None for any other text, which a command may have written (pure)."""
+    # `isdigit` is true of `²` and of any number of digits, and `int` accepts neither.
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
@@ -266,7 +268,8 @@ def exit_status(text: str) -> int | None:
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
-    """Return exit status, session and jobs of a whole dump, cached; `MalformedDumpError` if a command interfered."""
+    """Return exit status, session and jobs of a whole dump; `MalformedDumpError` if a command interfered."""
+    # Most shells print what the last ones have printed, byte by byte. So the last results are kept.
     if len(data) > MAX_DUMP_BYTES:
         raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
     if len(data) > _KEPT_BYTES:

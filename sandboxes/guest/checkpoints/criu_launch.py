@@ -67,7 +67,8 @@ class CriuFiles(NamedTuple):
 def operate(
     files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool, segments_of: int = 0
 ) -> NoReturn:
-    """Start CRIU in this process's namespaces and end with it, in a fork; `segments_of`: a pid with System V memory."""
+    """Start CRIU in the namespaces of this process or of its children; end when CRIU ends. Call it in a fork."""
+    # `segments_of` is the pid of a process that gets an IPC namespace with System V shared memory; 0 if none does.
     code = 1
     # Open until this process ends: so the proxy learns that CRIU has ended.
     link = DriverLink(socket.socket(fileno=files.reply))

@@ -239,7 +239,8 @@ def _device_of_shared_memory() -> bytes:
 
 
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
-    """Raise unless a name leads to what is held (None: known by name only) without a link, or to a deleted file."""
+    """Raise unless a name leads to what is held, without a link, or to the place of a file that was deleted."""
+    # Of what is known by its name only, `held` is None.
     if path.startswith((b"/proc/", b"/sys/")) and path not in _KERNEL_FILES:
         raise UnsafeNameError(f"{subject}, a file of the kernel")
     status = _look_up(path, subject)
@@ -279,7 +280,7 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
 
 
 def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> list[bytes]:
-    """Compare the names that sockets are bound to with the kernel's names of their files, in their pid namespace."""
+    """Compare the names that sockets are bound to with the kernel's names of their files; return these."""
     paths = []
     for pid, number, description in descriptors:
         if description in wanted:

@@ -56,7 +56,7 @@ class NotDumpableError(Exception):
 
 
 def look(pids: Iterable[int]) -> Noted:
-    """Return what a restore has to set again, in the sandbox's pid namespace (`in_child`); else `NotDumpableError`."""
+    """Return what a restore has to set again; to be run in the sandbox's pid namespace (`in_child`)."""
     noted: Noted = {}
     # Restored processes begin with what pid 1 has: CRIU is its child then.
     own = {name: _text("/proc/1", name) for name in _FILES}
@@ -97,7 +97,8 @@ def put_back(noted: Noted) -> None:
 
 
 def in_child(act: Callable[[], list[bytes]]) -> list[bytes]:
-    """Return a function's result, without zero bytes, from a child: it belongs to the entered pid namespace."""
+    """Return what a function returns in a child, which belongs to the pid namespace that this process has entered."""
+    # What is returned has no zero bytes.
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -197,7 +198,9 @@ def taken(pid: int, number: int) -> Iterator[int]:
 
 
 def _require_no_typing(path: str, subject: str) -> None:
-    """Raise if a terminal of whole lines has unread input: CRIU puts it behind the line that is being typed."""
+    """Raise if input of a terminal that passes on whole lines was not read yet."""
+    # CRIU reads whole lines and puts them behind the one that is being typed, also for the processes that run on, and a
+    # restore lacks that one.
     fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         settings = termios.tcgetattr(fd)

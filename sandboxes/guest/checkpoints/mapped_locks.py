@@ -51,7 +51,8 @@ def held(pids: Collection[int]) -> list[RecordLock] | None:
 
 
 def set_again(pids: Iterable[int], locks: Collection[RecordLock], freezer: int) -> None:
-    """Have frozen processes set their locks again; then they are frozen again, or end with us after an error."""
+    """Have frozen processes set their locks again; they are frozen again then. `OSError` says that they lack one."""
+    # After an error they end with this process.
     processes = Held(pids)
     os.pwrite(freezer, b"0", 0)
     for pid, number, kind, begin, length in locks:

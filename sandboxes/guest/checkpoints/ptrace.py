@@ -49,7 +49,7 @@ def with_call(registers: Sequence[int], at: int, number: int, arguments: Sequenc
 
 
 def executable(maps: bytes) -> list[tuple[int, int]]:
-    """Return the begins and ends of memory with programs, as /proc/PID/maps orders them, the kernel's first. Pure."""
+    """Return the beginnings and ends of executable memory, in the order of /proc/PID/maps, the kernel's first. Pure."""
     rows = [line.split(maxsplit=5) for line in maps.splitlines()]
     rows.sort(key=lambda row: row[-1] != b"[vdso]")
     pairs = [row[0].split(b"-") for row in rows if row[1][0:1] == b"r" and row[1][2:3] == b"x"]

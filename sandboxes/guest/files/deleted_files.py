@@ -17,7 +17,8 @@ class TooManyDescriptorsError(Exception):
 
 
 def size_bytes(pids: Iterable[int]) -> int:
-    """Return the bytes on disk of deleted open files; by thread, as each may have its own descriptors (CLONE_FILES)."""
+    """Return the bytes on disk of the deleted files that processes have open."""
+    # Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES).
     found = {}
     for path in _descriptors(pids):
         try:
@@ -30,7 +31,8 @@ def size_bytes(pids: Iterable[int]) -> int:
 
 
 def are_hidden(pids: Iterable[int]) -> bool:
-    """Return whether processes may hold deleted files unseen: mapped, in a socket, undumpable, or too many of them."""
+    """Return whether processes may hold deleted files in a way whose size cannot be seen."""
+    # They map them, have them under way in a socket, do not show their descriptors (PR_SET_DUMPABLE), or have too many.
     pids = list(pids)
     try:
         return any(map(_maps_deleted, pids)) or any(map(_carries_descriptors, _descriptors(pids, strictly=True)))

@@ -45,7 +45,8 @@ class DiskWatch:
     """Says whether a sandbox has used too much disk. It lives as long as the sandbox, so that no growth is missed."""
 
     def __init__(self, upper: int, limit: int, reserve: int) -> None:
-        """Watch a sandbox that may have `limit` bytes of new files; below `reserve`, failures are the machine's."""
+        """Watch a sandbox that may have `limit` bytes of new files; see `delta.ENTRY_BYTES` for small files."""
+        # With fewer free bytes on the disk than the reserve, or inodes for them, failures are the machine's.
         # `below_bytes`: what the sandbox has written into layers already.
         self.upper, self.below_bytes = upper, 0
         # The free bytes of the disk when the files could be measured for the last time; None if they can be measured.
@@ -99,7 +100,9 @@ class DiskWatch:
         return max(before[0] - now[0], before[1] - now[1]) >= self._step
 
     def _measured(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
-        """Return "disk", "depth" or None; after `TooManyDescriptorsError` only files that are not deleted are known."""
+        """Return "disk", "depth" or None, by the files."""
+        # `TooManyDescriptorsError` says that those that are not deleted are within the limit, and the others are not
+        # known.
         if self.unmeasured_free is not None:
             return "disk" if self.below_bytes + self.unmeasured_free - now[0] > self._limit else None
         deleted: int | None = None

@@ -27,7 +27,8 @@ _File = tuple[int, int]
 
 
 def copy_up_names(roots: DeltaRoots, top: int, changed: Iterable[str], known: Mapping[str, bytes], marks: str) -> bool:
-    """Copy up the other names of lower files with a name at a changed path; return whether any was copied up."""
+    """Copy up the other names of lower files of which one name was written or removed; return whether any was."""
+    # `top` is the sandbox's root as its processes see it, and `known` has all paths of the upper directory.
     wanted: dict[_File, int] = {}
     around = set[str]()
     for path in changed:

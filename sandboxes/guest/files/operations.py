@@ -34,7 +34,7 @@ _SOURCE_FD, _RESULT_FD = 3, 4
 
 
 class FileRequestError(Exception):
-    """An operation cannot be carried out, for which the status and title are those of problem details."""
+    """An operation cannot be carried out; with the status and the title of the problem details."""
 
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)

@@ -97,7 +97,8 @@ class UpperScan:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def update(self, roots: DeltaRoots, base: StateRows, top: int | None = None) -> bool:
-        """Read what changed since the last look; return whether anything did. `top` is for hard links' other names."""
+        """Read what changed since the last look; return whether anything did."""
+        # With the root directory of the sandbox as `top`, all names of a hard link are copied up once one was.
         before, self.touched = self.signatures, set()
         # Most calls write nothing. This takes a third of a walk.
         if len(before) == 1 and before.get("") == _signature(os.fstat(roots.upper), 0) and not os.listdir(roots.upper):  # noqa: PTH208
@@ -256,7 +257,7 @@ class UpperScan:
 
 
 def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
-    """Return the packed `stat` of each entry of an upper directory by path, equal if nothing changed, and all bytes."""
+    """Return the packed `stat` of each entry of an upper directory, by path, and the bytes of all on disk."""
     signatures, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
     recent = time.time_ns() - _TICK_NS
     for folder in trees.folders(upper):
@@ -298,7 +299,9 @@ def _shared(signatures: dict[str, bytes]) -> dict[str, str]:
 
 
 def _is_timeless(status: os.stat_result) -> bool:
-    """Return whether a directory is sticky, as /tmp is: programs write there all the time, so its time is ignored."""
+    """Return whether a directory is one for everybody's temporary files, such as /tmp, by its sticky bit."""
+    # Programs make and remove files there all the time, shells with every longer here-document. Its own time does not
+    # count.
     return bool(status.st_mode & stat.S_ISVTX)
 
 

@@ -1,4 +1,4 @@
-"""SQLite on a database file that the shell can use too: one connection for each call, in a child with its rights."""
+"""SQLite on a database file that the shell can use too: one connection for each call, in a child of the supervisor."""
 
 import sqlite3
 from pathlib import Path

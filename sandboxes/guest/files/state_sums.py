@@ -55,7 +55,9 @@ def group(paths: Iterable[bytes]) -> Group:
 
 
 def pairs(times: Iterable[int], touched: Collection[int], group_at: Callable[[int], Group]) -> int:
-    """Return the sum of the neighbour pairs of touched times; the sum of all pairs changes by the difference of two."""
+    """Return the sum of the pairs of neighbours that concern some of the times."""
+    # The times are the touched ones and, for each, the nearest earlier and later one that is not touched. The sum of
+    # all pairs changes by the difference of two such sums, after the change and before it.
     total, before, concerned = 0, b"", False
     for time in sorted(set(times)):
         here = group_at(time)

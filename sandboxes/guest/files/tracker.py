@@ -24,7 +24,8 @@ class FileTracker:
     """What the files of one sandbox differ in from its root state."""
 
     def __init__(self, marks: str, born_ns: int, rows: StateRows, *, linked_below: bool, linked_root: bool) -> None:
-        """Start over an empty upper directory; with `linked_root`, all states of the task have an index."""
+        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`."""
+        # `linked_root`: whether the root state has hard links. Then all states of the task have an index.
         self._marks, self._born_ns = marks, born_ns
         # `base`: the rows of the state below the upper directory.
         # `now`: the rows of the present state.
@@ -44,7 +45,7 @@ class FileTracker:
         self._looked_ns = _coarse_ns()
 
     def look(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:
-        """Update the rows; return whether any differs from the last look. `top` is for the recorded order of times."""
+        """Update the rows; return whether any differs from the last look. `top` opens the root, for recorded times."""
         expected, self.expected, self.order = self.expected, None, None
         changed = False
         if self._update(roots, top):
@@ -99,7 +100,8 @@ class FileTracker:
         return self.now.table_of(self.scan.rows)
 
     def shown(self) -> dict[str, tuple[str, int]] | None:
-        """Return what differs from the root state, for people, but times of directories; None if it is too much."""
+        """Return what differs from the root state, for people; None if it is too much to show."""
+        # Directories of which only the time differs are left out: their entries tell more.
         if self.now.count > _SHOWN:
             return None
         return {path: (row.what.hex() or "-", row.mtime_ns) for path, row in self.now.items() if not row.is_time_only}

@@ -95,7 +95,8 @@ def resolved(path: str, start: str) -> str:
 
 
 def require_foreign(path: str) -> None:
-    """Raise `FileNotFoundError` for /proc of this process, a fork of pid 1, whose program is the host's."""
+    """Raise `FileNotFoundError` for a path through /proc of this very process."""
+    # It is a fork of pid 1: its addresses and its program are the host's, and no program of the sandbox can see them.
     own, folder, rest = f"/proc/{os.getpid()}", "/", path.split("/")[::-1]
     for _ in range(_MOST_PARTS):
         if folder == own:
@@ -115,7 +116,8 @@ def require_foreign(path: str) -> None:
 
 
 def is_foreign(fd: int) -> bool:
-    """Return whether an open file is not this process's in /proc: a link may have been exchanged since the look."""
+    """Return whether an open file is no file of this process in /proc, and not its program."""
+    # The agent may have exchanged a link since the path was looked at.
     if f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"/proc/{os.getpid()}/"):  # noqa: PTH115
         return False
     if not os.path.samestat(os.fstat(fd), os.stat("/proc/self/exe")):  # noqa: PTH116
