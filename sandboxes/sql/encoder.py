@@ -3,9 +3,9 @@
 Workers and the guest, which loads only the standard library, must answer with equal bytes, also as replays of answers
 that orjson wrote in earlier versions. So floats have the form of orjson 3.13, which differs from Python's:
 
-- An exponent has no leading zero: `1e-7`, where Python writes `1e-07`. - A magnitude from 1e-5 up to 1e-4 has no
-exponent: `0.00001`. - NaN and infinities are `null`. Database values never get that far: `sandboxes.sql.values.encode`
-tags them.
+- An exponent has no leading zero: `1e-7`, where Python writes `1e-07`.
+- A magnitude from 1e-5 up to 1e-4 has no exponent: `0.00001`.
+- NaN and infinities are `null`. Database values never get that far: `sandboxes.sql.values.encode` tags them.
 """
 
 import math
