@@ -69,11 +69,9 @@ DriverFactory = Callable[[DriverContext], Driver]
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """Return the plug-ins of a group by name, in alphabetical order, loading none.
-
-    A name of two distributions is a `PluginError`: a driver that replaces another one silently would run agents'
-    commands in the wrong kind of sandbox.
-    """
+    """Return the plug-ins of a group by name, in alphabetical order, loading none."""
+    # A name of two distributions is an error: a driver that replaces another one silently would run agents' commands in
+    # the wrong kind of sandbox.
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         known = by_name.setdefault(entry.name, entry)

@@ -1,8 +1,4 @@
-"""What runs beside a task's calls, and what they may reach, as the task's user writes it (pure).
-
-Tool servers run in the sandbox or elsewhere, or speak MCP. Side services have images of their own, in the words of
-compose files. Egress names the hosts outside that a sandbox may reach.
-"""
+"""What runs beside a task's calls (servers, services) and what it may reach, as the task's user writes it (pure)."""
 
 import re
 import shlex

@@ -364,7 +364,6 @@ class SnapshotCache:
 
 
 def _slices(snapshots: list[Snapshot]) -> Iterator[list[Snapshot]]:
-    """Yield parts that are judged at once, while calls wait."""
     return (snapshots[first : first + 250] for first in range(0, len(snapshots), 250))
 
 

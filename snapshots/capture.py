@@ -192,7 +192,6 @@ class Capture(Generic[N]):
             self._report(node, error)
 
     async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float) -> NotFreezableError | None:
-        """Freeze a sandbox; return why its state cannot be frozen, or None."""
         try:
             await self.freeze(sandbox, tree, node, live_from)
         except NotFreezableError as refusal:

@@ -9,11 +9,10 @@ SnapshotKind = Literal["files", "processes"]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A running mean of seconds.
+    """A running mean of seconds."""
 
-    A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
-    from then on, because what is no longer done is no longer measured.
-    """
+    # A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
+    # from then on, because what is no longer done is no longer measured.
 
     seconds: float  # Before the first measurement the guess that it was made with.
     samples: int = 0  # Number of measurements.

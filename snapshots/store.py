@@ -171,7 +171,6 @@ class SnapshotStore:
 
 
 def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the manifest and the payload in the content of a file; ValueError if the manifest is damaged."""
     digest, _, rest = content.partition(b"\n")
     body, _, payload = rest.partition(b"\n")
     if digest != _digest(body).encode():

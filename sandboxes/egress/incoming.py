@@ -1,7 +1,6 @@
 """Requests of programs in a sandbox, over their connections to the egress proxy. The second door to h11.
 
-h11 parses each request and frames each response, so that no byte of one side reaches the other side unparsed. A
-connection serves one request.
+h11 parses each request and frames each response, so that no byte of one side reaches the other side unparsed.
 """
 
 import asyncio

@@ -152,7 +152,6 @@ def read(file: BinaryIO) -> RecordedResponse:
 
 
 def _digest(file: BinaryIO, size_bytes: int) -> bytes:
-    """Return the digest of the first bytes of a file, and leave the file at their end."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     file.seek(0)
     while size_bytes > 0 and (chunk := file.read(min(size_bytes, _CHUNK_BYTES))):

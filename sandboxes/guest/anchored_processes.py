@@ -30,11 +30,11 @@ StartedT = TypeVar("StartedT")
 
 
 class ChildDeaths:
-    """Wakes a `poll` for each child of this process that ends.
+    """Wakes a `poll` for each child of this process that ends."""
 
-    CRIU can make pid 1 the parent of a daemon: it makes the leader of the daemon's session again, and the daemon is an
-    orphan when that leader ends. Programs look whether the daemon's pid is gone, so pid 1 must collect it promptly.
-    """
+    # CRIU can make pid 1 the parent of a daemon: it makes the leader of the daemon's session again, and the daemon is
+    # an orphan when that leader ends. Programs look whether the daemon's pid is gone, so pid 1 must collect it
+    # promptly.
 
     def __init__(self) -> None:
         """Begin to wake. A process can have one such object only."""

@@ -136,7 +136,6 @@ def _shown(name: bytes) -> str:
 
 
 def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
-    """Return a watch as a background process, which goes on until a call ends it; it owns folder."""
     events = WatchEvents(folder, recursive=bool(arguments.get("recursive")))
     # No process stands behind it: it never dies, and its stderr is closed.
     death = os.eventfd(0, os.EFD_CLOEXEC)

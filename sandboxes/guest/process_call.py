@@ -142,7 +142,6 @@ def start(shells: Shells, request: RunProcess, stdin: bytes, to: socket.socket) 
 
 
 def _user(shells: Shells, name: str | None) -> tuple[User, str]:
-    """Return the user of a process, and why it cannot be started as the one that was asked for."""
     if not name:
         return shells.user, ""
     try:

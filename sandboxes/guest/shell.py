@@ -155,7 +155,6 @@ class Shell:
             return False
 
     def _is_as_new(self) -> bool:
-        """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
         return self.waits_as_template or has_descriptors(self.pid, self._known)
 

@@ -288,12 +288,10 @@ class Supervisor:
         return wanted if begun else now
 
     def _ready_shells(self, session: str | None) -> int:
-        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's.
-
-        A replay gets the same pids whether a shell is a template's fork, which begins with the call, or was started
-        ahead: it starts such a shell again, as does a call whose shell is not the last process. With several sessions
-        they may differ.
-        """
+        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's."""
+        # A replay gets the same pids whether a shell is a template's fork, which begins with the call, or was started
+        # ahead: it starts such a shell again, as does a call whose shell is not the last process. With several sessions
+        # they may differ.
         before, repeats, self._repeats = last_pid(), self._repeats, False
         if session is None or self.survivors or not self.shells.sessions.keys() <= {session}:
             self.shells.ready_all()

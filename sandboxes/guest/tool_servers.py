@@ -228,7 +228,6 @@ class Servers:
         self._servers[order.name] = ServerProcess(order.name, pid, ours[-1], ours[:-1])
 
     def _is_over(self, server: ServerProcess) -> bool:
-        """Whether a command that has ended failed, or left no process behind to do its work."""
         # A command that ends with 0 may have left a daemon behind, which opens the port later.
         others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not others

@@ -1,8 +1,4 @@
-"""Calls that run a process of its own, or that are about one that runs in the background.
-
-A process's output comes over a socket of its own while it runs, and goes to the client's listener at once. If the
-client leaves, the process goes on in the background.
-"""
+"""Calls that run a process, whose output goes to the client at once, or that are about one in the background."""
 
 import asyncio
 import socket
@@ -73,7 +69,6 @@ class ProcessCalls:
         return RunProcess(arguments, {name: str(value) for name, value in variables.items()}, timeout_s)
 
     async def _pass_on(self, end: int, listener: Listener | None, *, within_s: float) -> Frames:
-        """Pass output on until the supervisor closes its socket, for at most `within_s`; return what came."""
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
         # Beside the output, because a client may leave while the process prints nothing.
         detaching = start(self._detach_on_request(listener))

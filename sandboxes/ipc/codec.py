@@ -64,7 +64,6 @@ class _RecordType(msgspec.StructMeta):
         op: str | None = None,
         descriptors: tuple[int, int] = (0, 0),
     ) -> "_RecordType":
-        """Make a class; one with an op enters the table of messages."""
         tag_field = None if op is None else "op"
         made = super().__new__(
             cls, name, bases, space, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field=tag_field,

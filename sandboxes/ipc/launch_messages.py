@@ -76,10 +76,7 @@ class TryLinks(IpcRequest[LinksTried], op="try_links"):
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
-    """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
-
-    The descriptors are the sandbox's mount namespace, the socket to its pid 1, and the table that goes on to pid 1.
-    """
+    """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`."""
 
     stack: LayerStack
     binds: list[str]  # Directories of the host that are visible in the sandbox, read-only.

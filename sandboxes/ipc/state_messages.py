@@ -152,11 +152,7 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
 
 # The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
-    """The sandbox has a fresh upper layer.
-
-    The descriptors are mounts of the new upper directory and of what lies below it, and the state's complete table of
-    rows or an empty file.
-    """
+    """The sandbox has a fresh upper layer."""
 
     added_bytes: int  # The bytes of the layer that the old upper became; 0 if it was thrown away.
     linked_below: bool  # Whether the layers below have hard links.

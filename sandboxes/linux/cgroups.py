@@ -277,7 +277,6 @@ class Cgroups:
 
 
 def _number_in_sandbox(pid: int) -> int:
-    """Return the number of a process in the innermost of its pid namespaces; 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         text = Path(f"/proc/{pid}/status").read_text()
         return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])

@@ -214,7 +214,6 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
 
 
 def _refuse_options(options: Sequence[int]) -> list[bytes]:
-    """Return the rule that refuses these values of the first argument, and lets others through."""
     refused = [_instruction(_RETURN, _ERRNO | EINVAL)]
     checks = [part for option in options for part in (_instruction(_EQUAL, option, 0, 1), *refused)]
     return [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), *checks, _instruction(_RETURN, _ALLOW)]
@@ -254,12 +253,10 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
 
 
 def confine() -> None:
-    """Give up every capability but `CAPABILITIES` and `LOOKING`, and every call that `program` refuses, for good.
-
-    No program that this process executes has `LOOKING`, because it is not in the bounding set (capabilities(7)). The
-    order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
-    CAP_SETPCAP, so both come before their preconditions are given up.
-    """
+    """Give up every capability but `CAPABILITIES` and `LOOKING`, and every call that `program` refuses, for good."""
+    # No program that this process executes has `LOOKING`, because it is not in the bounding set (capabilities(7)). The
+    # order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
+    # CAP_SETPCAP, so both come before their preconditions are given up.
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(LAST_CAPABILITY + 1):
         if capability not in CAPABILITIES:

@@ -21,11 +21,7 @@ _FIRST_VERSION = (1 << 13) - 1
 
 
 def restrict_to(folder: Path) -> None:
-    """Deny this process every file except regular files below a directory, for good.
-
-    The process must have no_new_privs. Descriptors that are open already stay usable. `OSError`: the kernel has no
-    Landlock.
-    """
+    """Deny this process, with no_new_privs, every file except regular files below a directory, for good."""
     version = syscall("landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(_ASK_VERSION))
     handled = _FIRST_VERSION
     for since, access in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):

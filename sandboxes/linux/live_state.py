@@ -234,7 +234,6 @@ def _own_pipes() -> set[tuple[int, int]]:
 
 
 def _thread(directory: str, thread: int) -> tuple[Any, ...]:
-    """Return what others can change of a thread: signals, CPUs, scheduling, tracing."""
     text = shown(f"{directory}/status")
     # The masks that follow belong to the thread itself: a shell changes its own whenever it starts something.
     signals = text[text.index(b"SigPnd:") : text.index(b"SigBlk:")]

@@ -1,7 +1,4 @@
-"""Paths without links, which stay the file or directory that they were when they were checked.
-
-The launcher of sandboxes loads this module, so it imports little.
-"""
+"""Paths without links, which stay the file or directory that they were when they were checked."""
 
 import contextlib
 import errno
@@ -20,10 +17,8 @@ _PLAIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def plain_descriptor(path: str) -> int:
-    """Return a descriptor (O_PATH) of a real path whose every part is a directory or a file and no link.
-
-    A link that another process puts into the path later, even after a check of the path, is an `OSError` here.
-    """
+    """Return a descriptor (O_PATH) of a real path whose every part is a directory or a file and no link."""
+    # A link that another process puts into the path later, even after a check of the path, is an `OSError` here.
     fd = os.open("/", _PLAIN)
     try:
         for part in filter(None, path.split("/")):

@@ -68,13 +68,12 @@ class GroupFiles:
 
 
 class PidsLimit:
-    """The limit of processes and threads of one sandbox, by its control group. Without one nothing is noticed.
+    """The limit of processes and threads of one sandbox, by its control group. Without one nothing is noticed."""
 
-    `pids.events` counts how often fork(2) failed because a limit was reached (cgroup-v2.rst). What a program makes of
-    that depends on moments, so such a call has one answer, and its processes end. The count also rises when a group
-    above, such as a container's, reached its limit: then the sandbox's own number (`pids.peak`, Linux 6.1) has not, and
-    it is the machine's failure.
-    """
+    # `pids.events` counts how often fork(2) failed because a limit was reached (cgroup-v2.rst). What a program makes of
+    # that depends on moments, so such a call has one answer, and its processes end. The count also rises when a group
+    # above, such as a container's, reached its limit: then the sandbox's own number (`pids.peak`, Linux 6.1) has not,
+    # and it is the machine's failure.
 
     def __init__(self, files: GroupFiles) -> None:
         self._files, self._noted = files, 0

@@ -123,12 +123,7 @@ class Bases:
         return None if content is None else base.identity
 
     def frozen(self, spec: EnvironmentSpec, identity: str) -> Base | None:
-        """Return the base on which a state was frozen, or what a rollout there would see of it now; None if it is gone.
-
-        A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
-        running sandboxes, too, so a state of it comes back on the host as it is. A directory that has changed counts as
-        gone.
-        """
+        """Return the base on which a state was frozen, or what a rollout would see of it now; None if it is gone."""
         kind, _, digest = identity.partition(":")
         # Only what this name has meant: an imported state could name any tarball that another task uses.
         former = identity in self._former.get(name_of(spec), ())

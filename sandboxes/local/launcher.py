@@ -409,12 +409,10 @@ def _become_root_of_a_namespace() -> None:
 
 
 def _show_host(mount_point: str) -> None:
-    """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only.
-
-    The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer: our layers lie
-    in the host's root, but not in this view of it. In a container, whose root is an overlay already, the kernel stacks
-    no more than two.
-    """
+    """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only."""
+    # The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer: our layers lie
+    # in the host's root, but not in this view of it. In a container, whose root is an overlay already, the kernel
+    # stacks no more than two.
     kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k,nr_inodes=32")
     for name in ("empty", "root", "upper", "work"):
         os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102

@@ -124,11 +124,9 @@ class PidOne:
         return None
 
     def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
-        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
-
-        An upper in which nothing differs from what lies below is thrown away, so that the sandbox is as recorded.
-        Another one becomes a layer, but not with hard links that would break, or nested too deeply.
-        """
+        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer."""
+        # An upper in which nothing differs from what lies below is thrown away, so that the sandbox is as recorded.
+        # Another one becomes a layer, but not with hard links that would break, or nested too deeply.
         if (done := self._supervisor.call(request, envelope)) is None:
             return
         answer, body, fresh = done
@@ -198,7 +196,6 @@ class PidOne:
         self._move(self._supervisor.state())
 
     def _move(self, state: StateSummary) -> None:
-        """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         self._shells.halt()
         if self._changes.links:
@@ -288,7 +285,6 @@ class PidOne:
         self._survivors.settle(patient=False)
 
     def _await_switch(self) -> None:
-        """Wait until the launcher has moved this mount namespace to other layers, and go on with fresh shells."""
         # The proxy orders the move when it has the state, and waits for `Done`. It sends nothing in between.
         report = self._switches.link.wait()
         if not isinstance(report.message, LayersSwitched):

@@ -112,7 +112,6 @@ async def _unpack(sandbox: LocalSandbox, source: str, opened: Path, target: str)
 
 
 async def _stream(sandbox: LocalSandbox, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream a tarball, or what `tar` packs of an opened source, into the sandbox, which unpacks it in the target."""
     process: asyncio.subprocess.Process | None = None
     if packing:
         # Close-on-exec: a sandbox that starts at this moment must not inherit the pipe and keep it open.

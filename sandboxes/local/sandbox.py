@@ -442,7 +442,6 @@ class LocalSandbox:
         }
 
     async def _checkpoint(self, tree: ProcessTree) -> FrozenState:
-        """Dump the sandbox's processes, with a copy of the files of the same moment."""
         states: list[LayerState] = []
         copies: list[Upper] = []
 
@@ -500,12 +499,10 @@ class LocalSandbox:
         return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
 
     async def _seal(self) -> None:
-        """Make a layer of what a call wrote, whether or not its state will be kept.
-
-        A program can see how files are spread over layers, in link counts of directories and in the order of their
-        entries. One layer for each changing call depends on the calls alone, so a restored sandbox looks like one that
-        was never frozen.
-        """
+        """Make a layer of what a call wrote, whether or not its state will be kept."""
+        # A program can see how files are spread over layers, in link counts of directories and in the order of their
+        # entries. One layer for each changing call depends on the calls alone, so a restored sandbox looks like one
+        # that was never frozen.
         with contextlib.suppress(SandboxError, NotFreezableError):
             # The reported state is valid until the next call.
             paused = await self.link.next(LayerState, NotFreezable)

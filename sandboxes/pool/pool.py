@@ -105,11 +105,7 @@ class Pool:
         return slot
 
     async def lease(self, slot: Slot, position: Hashable, owner: int | None) -> bool:
-        """Lease the slot that `Roster.find` returned; False if the sandbox froze, moved, died, or was leased meanwhile.
-
-        A freezing sandbox is waited for and then not leased: what is cheapest may have changed, so the caller plans
-        again.
-        """
+        """Lease the slot that `Roster.find` returned; False if the sandbox froze, moved, died, or is leased now."""
         if slot.state is SandboxState.FREEZING:
             slot.freeze_now.set()
             await slot.freeze_over.wait()

@@ -130,7 +130,6 @@ def _fold(
     connection: CatalogConnection, before: DatabaseDigest, statement: str, table: str, counts: tuple[int, ...],
     transaction: int | None,
 ) -> list[Any]:  # fmt: skip
-    """Return what a transaction did to a large table, and its content if it was a small one before."""
     size, inserted, *replaced = counts
     read = transaction is not None and size <= catalog.MAX_BYTES
     rows = catalog.rows_since(connection, table, transaction) if read and transaction is not None else ""

@@ -80,12 +80,10 @@ async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
 
 
 async def fingerprint_of(server: PostgresServer, source: str) -> str:
-    """Return a value that changes whenever the content of a database does, and sometimes otherwise.
-
-    A session reports its changes late, but before it leaves `pg_stat_activity` (half a second after, before PostgreSQL
-    15). So the sessions, and what they did last, are part of the value, and they are read before the counters of
-    changed rows.
-    """
+    """Return a value that changes whenever the content of a database does, and sometimes otherwise."""
+    # A session reports its changes late, but before it leaves `pg_stat_activity` (half a second after, before
+    # PostgreSQL 15). So the sessions, and what they did last, are part of the value, and they are read before the
+    # counters of changed rows.
     sessions = await server.rows(
         "SELECT pid, backend_start, state_change, query_start FROM pg_catalog.pg_stat_activity "
         "WHERE datname = %s AND pid <> pg_backend_pid() ORDER BY pid",

@@ -66,7 +66,6 @@ def _cell(value: Value) -> str:
 
 
 def _numeric(rows: Rows, column: int) -> bool:
-    """Return whether a column contains numbers, and nothing else but NULL."""
     values = [row[column] for row in rows if row[column] is not None]
     return bool(values) and all(
         (isinstance(v, int | float) and not isinstance(v, bool)) or (isinstance(v, dict) and v.keys() <= _NUMBERS)

@@ -75,10 +75,7 @@ def success(
     types: Sequence[str] | None = None,
     changed: int | None = None,
 ) -> bytes:
-    """Encode the result of a statement that succeeded, as "json" or in a text format of `RENDERERS`.
-
-    A statement that returns no rows has no columns; `changed` is how many rows it changed, None if unknown.
-    """
+    """Encode the result of a statement that succeeded, as "json" or in a text format of `RENDERERS`."""
     members: dict[str, Any] = {"columns": list(columns)}
     if types is not None:
         members["types"] = list(types)

@@ -281,5 +281,4 @@ class SandboxDatabase:
 
 
 def _same_state(a: DatabaseState, b: DatabaseState) -> bool:
-    """Return whether two states have equal content, wherever their files are."""
     return (a.digest, a.counters, a.settings) == (b.digest, b.counters, b.settings)

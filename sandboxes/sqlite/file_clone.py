@@ -56,11 +56,9 @@ def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
 
 
 def hold(path: Path) -> int:
-    """Keep SQLite from writing a log into the database at `path`, until the returned descriptor is closed.
-
-    SQLite does that when the last connection closes, with an exclusive lock. A shared lock on the same bytes rules it
-    out, and works against this process too, because it belongs to the open file.
-    """
+    """Keep SQLite from writing a log into the database at `path`, until the returned descriptor is closed."""
+    # SQLite does that when the last connection closes, with an exclusive lock. A shared lock on the same bytes rules it
+    # out, and works against this process too, because it belongs to the open file.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, _SHARED_FIRST, _SHARED_SIZE, 0)
     try:

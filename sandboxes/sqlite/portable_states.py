@@ -181,7 +181,6 @@ def _packed(store: SqliteStore, part: str) -> Iterator[bytes]:
 
 
 def _unpacked(packed: BinaryIO, root: Path, database: Path) -> tuple[int, bytes]:
-    """Write packed pages as a log beside a copy of the root; return its frames and what `Pages.save` returns."""
     head = packed.read(_HEAD.size)
     if len(head) < _HEAD.size:
         raise NotPortableError("it is truncated")

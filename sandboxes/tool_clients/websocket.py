@@ -184,7 +184,6 @@ class Socket:
         return received
 
     async def _wait(self, within_s: float) -> None:
-        """Wait until something has arrived, or raise TimeoutError."""
         # Checked before the event is cleared: `_read` may have failed since the last wait.
         if self._failure is not None:
             raise MalformedResponseError(self._failure)

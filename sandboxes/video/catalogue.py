@@ -105,11 +105,9 @@ def stamp_of(path: Path) -> FileStamp:
 
 
 async def catalogue_of(video: VideoTools, contents: Contents, *, confined: bool) -> Catalogue:
-    """Return the videos of a task.
-
-    Files that are named one by one count by their content, so that tasks with equal videos share a tree; a directory's
-    count by name, size and time, because reading all would take long.
-    """
+    """Return the videos of a task."""
+    # Files that are named one by one count by their content, so that tasks with equal videos share a tree; a
+    # directory's count by name, size and time, because reading all would take long.
     try:
         return await asyncio.to_thread(_catalogue, video, contents, confined=confined)
     except OSError as error:

@@ -116,11 +116,7 @@ class VideoFile:
                 yield Picture(t, frame)
 
     def at(self, times: Sequence[float], info: dict[str, Any], shown: Callable[[Picture], Any]) -> list[Any]:
-        """Return what a function makes of the picture that is on screen at each of some rising times.
-
-        They are seconds after the first picture. A VideoError (`damaged`) says that nothing can be decoded at one of
-        them.
-        """
+        """Return what a function makes of the picture on screen at each of some rising times, in seconds."""
         gop_s = info["duration_s"] / max(1, info["key_frames"])
         gop, fps = info["frames"] / max(1, info["key_frames"]), info["frames"] / info["duration_s"]
         # Videos that an older version loaded have no such member.

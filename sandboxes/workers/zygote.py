@@ -68,7 +68,6 @@ class Zygote:
         return pid
 
     def _end(self, pid: int) -> WorkerEnded:
-        """Kill a worker if it still runs, reap it, and return how it ended."""
         if pid not in self._workers:
             return WorkerEnded()
         self._workers.remove(pid)
@@ -79,11 +78,7 @@ class Zygote:
 
 
 def drop_privileges(data_dir: Path, *, network: bool) -> bool:
-    """Drop for good what requests do not need (which takes no right); return whether files are confined to `data_dir`.
-
-    Without Landlock only the engine's own rules protect other files. An engine that talks to a server keeps the
-    network, and is not confined.
-    """
+    """Drop for good what requests do not need; return whether files are confined to `data_dir`. It takes no right."""
     if not network:
         # A second fence, where it can be had, behind the filter below.
         with contextlib.suppress(OSError):

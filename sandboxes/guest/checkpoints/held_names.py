@@ -161,12 +161,10 @@ class HeldNames:
             self._note_if_below(pid, fields, path)
 
     def _note_if_below(self, pid: str, fields: list[bytes], path: bytes) -> None:
-        """Note a file that is mapped from below the sandbox's root.
-
-        If the base is an overlay itself (the host's view), the kernel reports mappings in that lower overlay, whose
-        mount no namespace lists (Linux 6.18: backing_file_mmap of stacked overlays). CRIU cannot name such files, so
-        they become `external` and are opened again by path.
-        """
+        """Note a file that is mapped from below the sandbox's root."""
+        # If the base is an overlay itself (the host's view), the kernel reports mappings in that lower overlay, whose
+        # mount no namespace lists (Linux 6.18: backing_file_mmap of stacked overlays). CRIU cannot name such files, so
+        # they become `external` and are opened again by path.
         device, inode = fields[3], int(fields[4])
         if device not in self._mounts:
             # One file tells the mount of all files of its device: opening one is the costly part.
@@ -206,7 +204,6 @@ class HeldNames:
 
 
 def _stands_still(pid: str, tracer: int) -> bool:
-    """Return whether a process still runs; all of its threads must be traced then."""
     try:
         tracers = {}
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208

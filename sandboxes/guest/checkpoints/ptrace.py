@@ -145,7 +145,6 @@ def _set_registers(thread: int, registers: Sequence[int]) -> None:
 
 
 def _instruction(pid: int, memory: int) -> int:
-    """Return the address of a `syscall` instruction of a process."""
     with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
         parts = executable(file.read())
     for begin, end in parts:

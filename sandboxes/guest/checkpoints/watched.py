@@ -53,7 +53,6 @@ def _watches(pid: str) -> set[Inode]:
 
 
 def _homes(pid: str) -> list[str]:
-    """Return the working directory of a process with those above it, and its home."""
     path = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115
     homes = [path]
     with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123

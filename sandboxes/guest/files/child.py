@@ -61,7 +61,6 @@ def run(
 def _operate(
     request: RunFileOperation, body: bytes, fds: Sequence[int], enter: Callable[[], None], result: int
 ) -> NoReturn:
-    """In the child: drop rights, run the operation, write the result, end."""
     try:
         # First of all: no line of the operation runs with a right that the agent lacks.
         enter()
@@ -71,7 +70,6 @@ def _operate(
 
 
 def _read_all(fd: int, timeout_s: float, over_disk: Callable[[], str | None]) -> tuple[bytes, bool]:
-    """Read a pipe to its end; return what came, and whether the end was reached in time."""
     output = Output(fd)
     deadline = time.monotonic() + timeout_s
     waiting = poll()

@@ -61,7 +61,6 @@ def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str
 
 @cache
 def _memory() -> int:
-    """Return the device of files in memory: those of memfd_create(2), and shared memory."""
     fd = os.memfd_create("device")
     try:
         return os.fstat(fd).st_dev

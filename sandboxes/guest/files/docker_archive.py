@@ -1,7 +1,4 @@
-"""Docker's `archive` operations: stat, pack and extract of paths and tar archives, run in a child by `operations`.
-
-Statuses and texts equal Docker 20.10.
-"""
+"""Docker's `archive` operations, with the statuses and texts of Docker 20.10, run in a child by `operations`."""
 
 import bz2
 import gzip

@@ -49,10 +49,8 @@ def modified_ns(status: os.stat_result) -> int:
 
 
 def of_entry(name: str, status: os.stat_result, folder: int, marks: str, shared: str = "") -> Facts:
-    """Return the hashes of an entry that is no directory. `marks` is the prefix of overlayfs' own attributes there.
-
-    `shared` is the path that stands for its inode if there are several: writing to one path changes all.
-    """
+    """Return the hashes of an entry that is no directory. `marks` is the prefix of overlayfs' own attributes there."""
+    # `shared` is the path that stands for its inode if there are several: writing to one path changes all.
     if stat.S_ISREG(status.st_mode):
         fd = open_unnoticed(name, _OPENED, within=folder)
         try:

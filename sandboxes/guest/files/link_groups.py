@@ -110,7 +110,6 @@ def _names(lower: int, wanted: dict[_File, int], around: Iterable[str]) -> Itera
 
 
 def _copy_up(top: int, path: str) -> bool:
-    """Have overlayfs copy up a file, if it still shows at this path; return whether it did."""
     folder, _, name = path.rpartition("/")
     within = trees.open_below(top, folder)
     if within is None:

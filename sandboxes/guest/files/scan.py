@@ -257,7 +257,6 @@ class UpperScan:
 
 
 def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
-    """Return the packed `stat` of each entry of an upper directory, by path, and the bytes of all on disk."""
     signatures, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
     recent = time.time_ns() - _TICK_NS
     for folder in trees.folders(upper):

@@ -163,7 +163,6 @@ def _run(tool: str, fields: dict[str, Any], path: str) -> Any:
 
 
 def _entry(path: str) -> dict[str, Any]:
-    """Return the facts of an entry; for a link with an existing target, the facts of the target."""
     link = status = os.lstat(path)
     target = None
     if stat.S_ISLNK(link.st_mode):
