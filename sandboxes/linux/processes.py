@@ -252,10 +252,10 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
         return
 
 
-def written_paths(pids: Iterable[int] | None = None) -> set[str]:
-    """Return the paths, without their first /, of the files that processes (None: all but pid 1) may write to."""
+def written_paths() -> set[str]:
+    """Return the paths, without their first /, of the files that processes but pid 1 may write to."""
     paths = set()
-    for pid in (pid for pid, _ in list_processes()) if pids is None else pids:
+    for pid, _ in list_processes():
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:  # noqa: PTH123

@@ -24,31 +24,23 @@ _FAILED = 127
 
 
 class Spawn(Protocol):
-    """A function like `spawn_leader`."""
+    """Starts a program as the leader of a new session, and returns its pid."""
 
     def __call__(
         self, path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
     ) -> int:
-        """Start a program; see `spawn_leader`."""
+        """Start a program, with `descriptors` by its numbers for them, and no others.
+
+        It inherits the orphans below it (PR_SET_CHILD_SUBREAPER), and handles every signal as a new process does. If
+        it cannot be executed, the process ends with exit code 127.
+        """
         ...
-
-
-def spawn_leader(
-    path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
-) -> int:
-    """Start a program as the leader of a new session, and return its pid.
-
-    It inherits the orphans below it (PR_SET_CHILD_SUBREAPER), handles every signal as a new process does, and gets
-    these descriptors, by its numbers for them, and no others. If it cannot be executed, the process ends with exit code
-    127.
-    """
-    return _spawn(path, arguments, descriptors, variables)
 
 
 def fork_leader(
     path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
 ) -> int:
-    """Do what `spawn_leader` does, without the native helper."""
+    """Start a program as `spawn_leader` does, without the native helper."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -89,4 +81,4 @@ def native_leader(library: str) -> Spawn | None:
     return spawn
 
 
-_spawn = native_leader(LIBRARY) or fork_leader
+spawn_leader: Spawn = native_leader(LIBRARY) or fork_leader
