@@ -20,6 +20,7 @@ MAX_BYTES = 32 << 20
 LINGER_S = 2.0
 """How long output is read after a process ended while background processes hold its pipes; as long as Docker does."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The search path of images that name none, as Docker gives it."""
 _END_BYTES = 1 << 10
 """How much of the end of an output is kept beside its beginning. Our marks have 200 bytes at most."""
 _HEADER = struct.Struct(">BxxxI")
