@@ -30,10 +30,8 @@ MARKS: Mapping[Mark, str] = {
     "broken": "No shell starts in the sandbox: earlier calls of the rollout have broken it.",
     "machine": "The machine, the proxy or a tool server failed for the moment, which says nothing about the agent.",
 }
-"""What trainers need to know of a call beside its answer: which limit it reached, and whose failure it is.
-
-Marks are facts that drivers saw. No text that a tool prints makes one, so an agent cannot write its own.
-"""
+"""What trainers need to know of a call beside its answer: which limit it reached, and whose failure it is. Marks are
+facts that drivers saw. No text that a tool prints makes one, so an agent cannot write its own."""
 assert set(MARKS) == set(get_args(Mark))
 
 

@@ -7,11 +7,9 @@ MappedFiles = dict[str, str]
 """The checkpointer's names of mapped files that it cannot open by itself, with their paths in the sandbox."""
 
 ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
-"""Starts the checkpoint program inside a sandbox.
-
-Its arguments are the program's own, and descriptors: the `guest.checkpoints.criu_launch.CriuFiles`, and for a restore
-`ns_last_pid` before them. The caller keeps the descriptors and closes them.
-"""
+"""Starts the checkpoint program inside a sandbox. Its arguments are the program's own, and descriptors: the
+`guest.checkpoints.criu_launch.CriuFiles`, and for a restore `ns_last_pid` before them. The caller keeps the descriptors
+and closes them."""
 
 WITHOUT_CHECKPOINTS = (
     "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls. In public tasks "

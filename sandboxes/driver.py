@@ -89,11 +89,9 @@ class ServingSandbox(Sandbox, Protocol):
 
 
 SETTLE_S = 5.0
-"""How long processes that a call left running may take to start; a state is settling for so long.
-
-An estimate: a development server answers after one to three seconds. Halved, a replay may reach a slow server before it
-listens and diverge. Doubled, each replay of such a call waits up to five seconds longer.
-"""
+"""How long processes that a call left running may take to start; a state is settling for so long. An estimate: a
+development server answers after one to three seconds. Halved, a replay may reach a slow server before it listens and
+diverge. Doubled, each replay of such a call waits up to five seconds longer."""
 
 
 @runtime_checkable

@@ -181,10 +181,8 @@ HOST_PATTERN = (
     r"^(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
     r"(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?$"
 )
-"""Matches a host that egress may name: a DNS name of two labels or more, whose last one begins with a letter.
-
-So no form of an address matches: not `127.1`, `0x7f000001`, `0177.0.0.1` or `2130706433`.
-"""
+"""Matches a host that egress may name: a DNS name of two labels or more, whose last one begins with a letter. So no
+form of an address matches: not `127.1`, `0x7f000001`, `0177.0.0.1` or `2130706433`."""
 Host = Annotated[str, Field(pattern=HOST_PATTERN, max_length=253)]
 
 

@@ -31,13 +31,11 @@ log = structlog.get_logger()
 
 HARD_SHARE = 1.25
 """Share of a budget beyond which no snapshot is taken, whatever could still be evicted: the bound on the disk.
-
 Evictions follow freezes by some seconds and proofs by minutes. Nearer to 1, more states go without a snapshot
 meanwhile. Farther from it, the disk must have more room than the budgets say."""
 PATIENCE = 0.5
-"""Share of the room between a budget and its hard bound that is left to states that wait for their proofs.
-
-A proof takes seconds, and with 50 new states of 200 kB a second the least room lasts half a minute."""
+"""Share of the room between a budget and its hard bound that is left to states that wait for their proofs. A proof
+takes seconds, and with 50 new states of 200 kB a second the least room lasts half a minute."""
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
 

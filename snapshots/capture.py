@@ -27,10 +27,9 @@ log = structlog.get_logger()
 N = TypeVar("N", bound=StateNode)
 
 FREEZE_DELAY_S = 0.02
-"""How long a freeze is put off if no call wants the sandbox.
-
-Drivers move what a call wrote into a layer of its own within 5 ms after it anyway. A freeze before that waits for it
-and delays other answers meanwhile; a freeze after it takes 0.1 ms (measured with `local`)."""
+"""How long a freeze is put off if no call wants the sandbox. Drivers move what a call wrote into a layer of its own
+within 5 ms after it anyway. A freeze before that waits for it and delays other answers meanwhile; a freeze after it
+takes 0.1 ms (measured with `local`)."""
 
 
 class StateTree(Protocol):

@@ -14,10 +14,9 @@ FUTURE = 0.5
 """
 
 CHEAP_SHARE = 0.25
-"""Share of a call's own time that a snapshot of its state may always cost.
-
-So misses cost at most a quarter more, and a rollout that leaves the tree waits for no replay. With files, a freeze
-takes 0.6 to 2.5 ms beside 10 to 25 ms of a call."""
+"""Share of a call's own time that a snapshot of its state may always cost. So misses cost at most a quarter more, and a
+rollout that leaves the tree waits for no replay. With files, a freeze takes 0.6 to 2.5 ms beside 10 to 25 ms of a
+call."""
 
 RARE = 1e-4
 """Rate of reuse below which cheap snapshots are not taken: some ten thousand states in a row that no rollout needed."""

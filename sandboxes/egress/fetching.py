@@ -32,9 +32,8 @@ _SILENCE_S = 30.0
 _RESPONSE_S = 300.0
 """Longest time of a whole response: the largest one at half a megabyte a second."""
 _AT_ONCE = 32
-"""Responses that are received at once: bounds the disk that drafts take to 32 times the largest response.
-
-A sandbox gets 11 of them; package managers open some ten connections."""
+"""Responses that are received at once: bounds the disk that drafts take to 32 times the largest response. A sandbox
+gets 11 of them; package managers open some ten connections."""
 
 
 class HostFetcher:

@@ -22,10 +22,8 @@ from sandboxes.egress.targets import RefusedError, Target, forwarded, target_of
 from sandboxes.task_owner import TaskOwner, start
 
 _CONNECTIONS = 32
-"""Connections of one sandbox that are served at once; further ones wait in the queue of its listening socket.
-
-Package managers open some ten. The limit keeps the sandboxes of a large proxy from using up this process's descriptors.
-"""
+"""Connections of one sandbox that are served at once; further ones wait in the queue of its listening socket. Package
+managers open some ten. The limit keeps the sandboxes of a large proxy from using up this process's descriptors."""
 _EXCHANGES = 100
 """Requests that are remembered until the proxy takes them, after each call. Of more, only the number is kept."""
 _URL_CHARACTERS = 1000

@@ -33,10 +33,8 @@ TAIL_BYTES = 1 << 14
 POLL_S = 0.01
 """The interval between two tries to connect while a server starts."""
 CONNECT_S = 5.0
-"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full.
-
-The value is an estimate.
-"""
+"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full. The value is
+an estimate."""
 _CHECK_S = 0.2
 """The pause between two health checks of a service that starts. The value is an estimate."""
 _CHUNKS = 16

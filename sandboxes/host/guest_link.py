@@ -10,7 +10,6 @@ from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest
 
 GRACE_S = 60.0
 """How long over a call's own time the supervisor may take, to kill and to compare files, until it counts as dead.
-
 Comparing the most files that count takes seconds on a busy machine. Half of this has been too short there."""
 
 ResultT = TypeVar("ResultT")

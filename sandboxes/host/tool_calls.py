@@ -20,10 +20,8 @@ from sandboxes.tool_clients.server_orders import Spool, order
 from sandboxes.tool_clients.websocket import Socket, carrier, is_message
 
 ALONG_BYTES = 16 << 10
-"""The largest request that is sent together with the request for a connection.
-
-The supervisor writes it before the server reads, so it must fit into a new connection's socket buffer.
-"""
+"""The largest request that is sent together with the request for a connection. The supervisor writes it before the
+server reads, so it must fit into a new connection's socket buffer."""
 
 
 class ToolCalls:

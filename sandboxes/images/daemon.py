@@ -19,20 +19,16 @@ from docker.errors import APIError, DockerException, ImageLoadError, ImageNotFou
 from sandboxes.errors import SandboxError, SpecError
 
 TIMEOUT_S = 60.0
-"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load.
-
-The value is an estimate.
-"""
+"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load. The
+value is an estimate."""
 
 TRANSFER_S = 3_600.0
 """Longest silence of the daemon while it reads or writes an image: `docker save` is silent until it has copied all
 layers. The value is an estimate."""
 
 PAUSES_S = (0.1, 0.5)
-"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long.
-
-The value is an estimate.
-"""
+"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long. The
+value is an estimate."""
 
 PIN, PIN_HOST = "forkpoint.pin", "forkpoint.pin.host"
 """Labels of the containers that only keep an image: the folder whose images they keep, and its machine's name."""

@@ -7,11 +7,9 @@ SOCKET_FD, IMAGES_FD, KERNEL_FD, INHERITED_FD = 3, 7, 9, 20
 """CRIU's own descriptors as `snapshots.criu` names them to CRIU; the inherited ones begin at INHERITED_FD."""
 
 PROGRAM, FEATURES, LIBRARIES = "criu", "kernel", "dev/lib"
-"""The program, its cache of kernel features and its libraries, in the directory that becomes CRIU's root at first.
-
-A sandbox's /dev is read-only and has no `lib`. So a library that CRIU would load after its root has changed is not
-found there, whatever the agent has made.
-"""
+"""The program, its cache of kernel features and its libraries, in the directory that becomes CRIU's root at first. A
+sandbox's /dev is read-only and has no `lib`. So a library that CRIU would load after its root has changed is not found
+there, whatever the agent has made."""
 
 
 def inherited(checkpoint: Mapping[str, Any]) -> list[str]:

@@ -39,11 +39,9 @@ _DELEGATED = ("trusted.delegate", "user.delegate")
 _MOVES = 100
 """How often a group is looked through for processes, which may fork while they are moved."""
 _SHARES_PER_CORE = 512
-"""CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core.
-
-Half: a busy process beside the sandboxes takes two thirds of its core. With half of it, agents' commands run into their
-timeouts where other programs keep all cores busy. With twice as much, hits wait behind misses as without a weight.
-"""
+"""CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core. Half: a
+busy process beside the sandboxes takes two thirds of its core. With half of it, agents' commands run into their
+timeouts where other programs keep all cores busy. With twice as much, hits wait behind misses as without a weight."""
 _WEIGHT = 50
 """The same for version 2, where each group beside it, such as all services together, has 100."""
 _PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000

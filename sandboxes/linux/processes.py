@@ -25,11 +25,9 @@ Process = tuple[int, int]
 LAST_PID = "kernel/ns_last_pid"
 """The setting of the kernel that says which pid was assigned last, in the pid namespace of who reads it."""
 GRACE_S = 0.03
-"""How long a process that outlives its command may take to end before it counts as a background process.
-
-The right side of `> >(tee log)` outlives its command by moments. Each command that does leave a background process
-waits this long. Halved, busy machines see background processes where there are none, and such states cannot be frozen.
-"""
+"""How long a process that outlives its command may take to end before it counts as a background process. The right side
+of `> >(tee log)` outlives its command by moments. Each command that does leave a background process waits this long.
+Halved, busy machines see background processes where there are none, and such states cannot be frozen."""
 PAUSES_S = (0.001, 0.002, 0.004, 0.008, 0.015)
 """The pauses between two looks at such a process. After the last one, it repeats."""
 _MAX_GRACE_S = 1.0

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 _TABLES = ("udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6")
 """The tables with one layout: slot, addresses, state, queues, timers, retransmissions, user, timeout, inode, more.
-
 TCP's table is not read: the kernel walks the connections of the whole machine for it, 5 ms with 260,000 buckets. Only
-listening sockets can be filled by strangers, and a diagnosis lists these alone.
-"""
+listening sockets can be filled by strangers, and a diagnosis lists these alone."""
 _DROPS = 12
 """The column that counts datagrams that found no room."""
 _NETLINK_QUEUES = (4, 5, 9)

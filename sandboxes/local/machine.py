@@ -57,10 +57,8 @@ _REVIEW_S = 60.0
 """How often spares that were kept for a burst are reviewed. The value is an estimate."""
 
 END_S = 10.0
-"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`.
-
-The value is an estimate.
-"""
+"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`. The value
+is an estimate."""
 
 _CGROUP_ATTEMPTS, _CGROUP_RETRY_S = 200, 0.005
 """How often, and after which pause, a dead sandbox's control groups are tried to be removed: for one second."""

@@ -28,11 +28,8 @@ SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL lc_m
 SET LOCAL enable_seqscan = on; SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off;
 SET LOCAL enable_bitmapscan = off; SET LOCAL enable_tidscan = off; SET LOCAL synchronize_seqscans = off;
 SET LOCAL max_parallel_workers_per_gather = 0"""
-"""Settings under which the driver reads, whatever the agent has set. They end with the transaction.
-
-They decide which objects a name means (temporary ones come last), which rows are shown and in which order, and how
-values are written.
-"""
+"""Settings under which the driver reads, whatever the agent has set. They end with the transaction. They decide which
+objects a name means (temporary ones come last), which rows are shown and in which order, and how values are written."""
 
 
 @contextlib.contextmanager

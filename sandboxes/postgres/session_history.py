@@ -22,11 +22,9 @@ UNSHOWN = re.compile(
     r"""|(?:"[^"]*"|[\w$\x80-\U0010ffff]+)\s*(?:\.|/\*|--))|\bu&\"""",
     re.IGNORECASE,
 )
-"""Matches statements that may set what `pg_settings` does not show. `RESET app.user` defines the setting, too.
-
-Behind a comment, in a text that is put together while it runs, and in an identifier with escapes (`U&"..."`), there may
-be any name. A false match costs a replay. Words of which a text is put together in pieces (`'SE' || 'T'`) do not match.
-"""
+"""Matches statements that may set what `pg_settings` does not show. `RESET app.user` defines the setting, too. Behind a
+comment, in a text that is put together while it runs, and in an identifier with escapes (`U&"..."`), there may be any
+name. A false match costs a replay. Words of which a text is put together in pieces (`'SE' || 'T'`) do not match."""
 HELD = re.compile(r"\b(?:lo_open|lo_creat|lo_lseek\w*|lo_close|loread|lowrite)\b", re.IGNORECASE)
 """Matches what opens, moves or closes a large object's descriptor, which lasts until the transaction ends."""
 _RESETS = re.compile(r"\b(?:reset|discard)\b", re.IGNORECASE)

@@ -62,10 +62,8 @@ BEGIN
 END
 $body$
 """
-"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed.
-
-The schema `public` belongs to the owner of the database since PostgreSQL 15. Before that everybody could create in it.
-"""
+"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed. The
+schema `public` belongs to the owner of the database since PostgreSQL 15. Before that everybody could create in it."""
 
 
 async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:

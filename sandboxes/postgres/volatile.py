@@ -11,10 +11,8 @@ import re
 from collections.abc import Mapping
 
 _PARENTHESIS = r"""["\s]*(?:\(|/\*|--)"""
-"""What follows the name of a function: its arguments, or a comment, behind which they may be.
-
-Comments nest, and an expression that looks behind them takes time that is exponential in their number.
-"""
+"""What follows the name of a function: its arguments, or a comment, behind which they may be. Comments nest, and an
+expression that looks behind them takes time that is exponential in their number."""
 _FUNCTIONS = (
     "now clock_timestamp statement_timestamp transaction_timestamp timeofday age random random_normal gen_random_uuid "
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "
@@ -51,11 +49,9 @@ SESSION = re.compile(
 UPKEEP = re.compile(
     r"(?:\A|[;'$]|\*/|--[^\n]*\n|\b(?:begin|then|else|loop)\b)\s*(?:vacuum|analy[sz]e|cluster|reindex)\b", re.IGNORECASE
 )
-"""Matches statements that change where later rows go or which plans are chosen, and none of the schema or rows.
-
-A read-only transaction accepts some of them, and its rollback does not undo them. EXPLAIN ANALYZE does not match. A
-text that is put together while it runs matches `SESSION`, by its EXECUTE.
-"""
+"""Matches statements that change where later rows go or which plans are chosen, and none of the schema or rows. A
+read-only transaction accepts some of them, and its rollback does not undo them. EXPLAIN ANALYZE does not match. A text
+that is put together while it runs matches `SESSION`, by its EXECUTE."""
 
 CURSOR = re.compile(r"\b(?:fetch|move|close)\b", re.IGNORECASE)
 """Matches statements that move a cursor, which no rollback moves back."""

@@ -23,10 +23,8 @@ SETTINGS = (
 )  # fmt: skip
 """Pragmas that change a setting of the connection. Without an argument they read it, except for the last one."""
 FILE_PRAGMAS = frozenset({"user_version", "application_id", "incremental_vacuum"})
-"""Pragmas that write to the database: always (the last one), or with an argument.
-
-`optimize` is not allowed. Its effect depends on earlier queries of the connection, which other rollouts never ran.
-"""
+"""Pragmas that write to the database: always (the last one), or with an argument. `optimize` is not allowed. Its effect
+depends on earlier queries of the connection, which other rollouts never ran."""
 VALUE_PRAGMAS = frozenset({
     "user_version", "application_id", "schema_version", "encoding", "page_count", "page_size", "freelist_count",
     "auto_vacuum", "data_version",

@@ -28,10 +28,8 @@ _PIECE = re.compile(
     r"""|--[^\n]*|/\*.*?(?:\*/|\Z)|;""",
     re.DOTALL,
 )
-"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found.
-
-One that is not closed ends with the statement: each opening character is looked at once, so the time is linear.
-"""
+"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found. One that
+is not closed ends with the statement: each opening character is looked at once, so the time is linear."""
 
 
 class StatementGuard:

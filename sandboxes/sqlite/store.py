@@ -35,9 +35,7 @@ _log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 8 << 20
 """A longer log is written into a database file of its own when its state is frozen, if it exceeds half of its database.
-
-Every fork of a state copies its log, so long logs make forks slow; a new file costs disk space once.
-"""
+Every fork of a state copies its log, so long logs make forks slow; a new file costs disk space once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,7 @@ from sandboxes.task_owner import start
 
 MAX_HEADER_BYTES = 256 << 10
 """Largest response head, with the interim responses before it. Servers send a few hundred bytes; an agent that changed
-its server must not fill our memory.
-"""
+its server must not fill our memory."""
 _MAX_INTERIM_RESPONSES = 256
 """Most interim responses before a final one; a server that sends more never answers."""
 _CHUNK_BYTES = 1 << 16

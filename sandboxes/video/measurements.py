@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 SMALL = (64, 36)
 """Width and height at which pictures are compared. Each pixel is the mean of its area, so that moving edges count
-little.
-"""
+little."""
 CUT = 0.05
 """Difference of two pictures, 0 to 1, above which a cut may lie between them."""
 _OVER_MEDIAN = 8.0

@@ -45,10 +45,8 @@ from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
 
 START_S = 10.0
-"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine.
-
-The value is an estimate.
-"""
+"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine. The
+value is an estimate."""
 
 
 def _hint(error: CriuError) -> str:

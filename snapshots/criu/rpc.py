@@ -17,16 +17,12 @@ if TYPE_CHECKING:
     from snapshots.criu import rpc_pb2
 
 OPERATION_S = 60
-"""Longest dump or restore; our limit and CRIU's own. Both take tens of milliseconds for an ordinary shell.
-
-The value is an estimate.
-"""
+"""Longest dump or restore; our limit and CRIU's own. Both take tens of milliseconds for an ordinary shell. The value is
+an estimate."""
 
 MAX_GHOST_BYTES = 256 << 20
-"""Limits a deleted file that is still open: CRIU stores its content in the images, up to this size.
-
-The value is an estimate.
-"""
+"""Limits a deleted file that is still open: CRIU stores its content in the images, up to this size. The value is an
+estimate."""
 
 _MAX_PACKET_BYTES = 1 << 16
 """Limits one response. CRIU's responses hold a few numbers and one error text."""

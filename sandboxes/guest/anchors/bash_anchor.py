@@ -27,14 +27,11 @@ _BASH_LOOP = (
     f"LC_ALL=C; set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
     'read -r -u 3 key; while read -r -u 3 proof line; do [[ $proof == "$key" ]] || exit; eval "$line"; jobs -n; done'
 )
-"""What bash runs as the anchor.
-
-`set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
-that have ended. The exported variables are removed from the environment of all processes to come. The function `kit`
-starts a shell on the kit. Bash reads a pipe byte by byte, so the line that calls it is short, and the variables that
-the shell is born with are in a text. `LC_ALL`, which is not exported, keeps bash from loading the locale of each
-variable that it exports to a new process: that process loads its locale itself.
-"""
+"""What bash runs as the anchor. `set -m` gives each shell a process group of its own, so that `kill 0` in one reaches
+no other. `jobs -n` forgets jobs that have ended. The exported variables are removed from the environment of all
+processes to come. The function `kit` starts a shell on the kit. Bash reads a pipe byte by byte, so the line that calls
+it is short, and the variables that the shell is born with are in a text. `LC_ALL`, which is not exported, keeps bash
+from loading the locale of each variable that it exports to a new process: that process loads its locale itself."""
 
 
 class BashAnchor(Anchor):

@@ -56,11 +56,8 @@ _BORN_WITH = [
     "TERM",
 ]
 NO_LOOKUP = {"SHELL": ""}
-"""The environment of a bash that becomes a session, which has variables of its own.
-
-A bash without SHELL asks for the user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's
-own one replaces.
-"""
+"""The environment of a bash that becomes a session, which has variables of its own. A bash without SHELL asks for the
+user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's own one replaces."""
 _POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"})
 """Options that bash's POSIX mode sets when it begins."""
 _SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
@@ -72,18 +69,14 @@ _TRIED = ("functions", "function_marks", "aliases")
 """The parts of a session that are tried out with a fresh shell when they have changed."""
 _READY = f"\\builtin :; {BEGIN_DUMP}"
 _LATE = ("LANG", "LANGUAGE", "LC_", "HISTFILE")
-"""Beginnings of the names of variables that are set last.
-
-A locale changes how bash reads the rest of the script. HISTFILESIZE, set after HISTFILE, would cut that file.
-"""
+"""Beginnings of the names of variables that are set last. A locale changes how bash reads the rest of the script.
+HISTFILESIZE, set after HISTFILE, would cut that file."""
 _NOWHERE = (
     rf"{{ \builtin kill -STOP $BASHPID & exec 5</proc/$!; \builtin cd -L {NOWHERE}; exec 5<&-; "
     r"\builtin kill -KILL $!; \builtin wait; }"
 )
-"""Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed.
-
-A session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory.
-"""
+"""Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed. A
+session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory."""
 _ENABLE = re.compile(rb"\benable\b")
 _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 """Options that bash sets and clears together with a variable. Setting the option would change the variable's value."""

@@ -49,10 +49,8 @@ _KERNEL_FILES = frozenset(
 _OWN_FILE = re.compile(rb"/proc/(\d+)/(?:task/\d+/)?(?:cmdline|io|limits|maps|smaps|stat|statm|status)")
 """Files that tell about one process. It may hold them itself, since a restore opens those of the same process."""
 MAX_NAMES = 20_000
-"""Limits the names of one look, which takes about 40 us a name. The processes stand still for that time.
-
-The value is an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them.
-"""
+"""Limits the names of one look, which takes about 40 us a name. The processes stand still for that time. The value is
+an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them."""
 _MAX_NOTED_BYTES = 1 << 18
 """Limits the paths whose times are noted. The proxy reads and writes them on its event loop."""
 _SIOCUNIXFILE = 0x89E0

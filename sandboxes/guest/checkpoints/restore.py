@@ -34,10 +34,8 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
 PID_DISTANCE = 1000
-"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree.
-
-The value is an estimate.
-"""
+"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree. The
+value is an estimate."""
 
 
 class Restored(NamedTuple):

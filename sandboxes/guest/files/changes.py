@@ -37,10 +37,8 @@ from sandboxes.shell_text import ShellSession
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """How a directory is opened."""
 QUIET_S = 2.0
-"""How long files and processes must be unchanged until running processes count as writing nothing.
-
-A process that writes every second is noticed; one that writes more rarely than this is taken for silent in between.
-"""
+"""How long files and processes must be unchanged until running processes count as writing nothing. A process that
+writes every second is noticed; one that writes more rarely than this is taken for silent in between."""
 
 
 class Stillness:

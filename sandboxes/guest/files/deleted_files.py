@@ -7,9 +7,8 @@ from functools import cache
 
 MAX_DESCRIPTORS = 20_000
 """The most descriptors that one look reads, in 0.2 s. A sandbox may have some ten million: 512 threads share 65,536.
-
-While pid 1 looks at them it watches neither time nor disk. A hundred threads with a hundred open files each are below.
-"""
+While pid 1 looks at them it watches neither time nor disk. A hundred threads with a hundred open files each are
+below."""
 
 
 class TooManyDescriptorsError(Exception):
