@@ -23,6 +23,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.room import Room, RoomBound
 from sandboxes.pool.roster import Roster, Slot
+from sandboxes.pool.starts import Starts
 from sandboxes.task_owner import start as start_task
 
 _STARTS = 4
@@ -36,8 +37,9 @@ class OverloadedError(RuntimeError):
 class Pool:
     """Owns every live sandbox from its start to its close."""
 
-    def __init__(self, room: Room, *, patience_s: float) -> None:
+    def __init__(self, room: Room, *, patience_s: float, callers: Callable[[int], int] = lambda _: 1) -> None:
         """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`."""
+        # `callers` returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
         self.roster = Roster()  # Who is where; read by the proxy to plan and to show.
         # `waiting`: how many callers wait for room.
         # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
@@ -47,7 +49,7 @@ class Pool:
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
-        self._starts = asyncio.Semaphore(_STARTS)
+        self._starts = Starts(_STARTS, callers)
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
@@ -88,12 +90,12 @@ class Pool:
     @property
     def has_spare_room(self) -> bool:
         """Whether a sandbox may be made ahead: two slots and a start are free, so the next caller still has one."""
-        return bool(self.spare) and not self._starts.locked()
+        return bool(self.spare) and not self._starts.busy
 
     async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make the sandbox of a new slot in the roster and lease it. If that fails, the slot is closed."""
         try:
-            async with self._starts:
+            async with self._starts.turn(slot.owner):
                 slot.sandbox = await make()
         except BaseException:
             await self.close(slot)
