@@ -216,6 +216,7 @@ class SnapshotCache:
     def leased_all(self, tree: int | None = None) -> Iterator[list[Snapshot]]:
         """Lend all snapshots of a tree, or of all trees: they are not evicted inside the block."""
         # They go with a node that is forgotten.
+
         # A list of the moment: snapshots that are taken meanwhile are not lent.
         snapshots = [snapshot for snapshot in self._store if tree is None or snapshot.tree == tree]
         for snapshot in snapshots:

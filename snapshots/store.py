@@ -92,6 +92,7 @@ class SnapshotStore:
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float, age_s: float = 0.0) -> Snapshot:
         """Write a frozen state and return its snapshot. Blocking."""
         # `cost_s` is how long the freeze took, `age_s` for how long its live processes had run.
+
         # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
         name = os.urandom(16).hex()
         state = frozen.state

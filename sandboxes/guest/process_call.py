@@ -66,6 +66,7 @@ def run(
     """Run a process until it ends, its time is up, or its client leaves it."""
     # `watch` says, called again and again, and at once when `deaths` is readable, that the disk has run out.
     # `client_detached` takes a message from the proxy and returns whether the client has left the process.
+
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
     # The proxy gets its end before the process starts: output must not fill a socket without a reader.

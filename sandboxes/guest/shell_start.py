@@ -20,6 +20,7 @@ def start(
 ) -> Shell:  # fmt: skip
     """Start a bash that sources a script to become a session. It is ready when its first dump has come."""
     # As a template it is started on the anchor's kit only.
+
     # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
     # a dump is checked (`parse_dump`).
     kit = anchor.kit

@@ -411,6 +411,7 @@ class Shells(AnchoredProcesses):
     def end(self) -> None:
         """Kill all shells, and the anchor if need be: none may hold files of layers that are about to change."""
         # A template holds none, so it stays.
+
         # The shells before the anchor: its children would become children of pid 1 otherwise.
         shells = [shell for shell in self if not self._fold(shell)]
         self._end(shells)

@@ -189,6 +189,7 @@ class Servers:
     def drain_detached(self, fd: int, pid: int) -> None:
         """Drain the output of a process that its client has left as if it were a server's log."""
         # So a checkpoint also holds its pipe.
+
         # A key that no server in a spec can collide with by accident; the pair is unique while the descriptor is open.
         name = f"left {pid} {fd}"
         self._servers[name] = ServerProcess(name, pid, fd)

@@ -62,6 +62,7 @@ class RootStates(Generic[Root]):
     ) -> Root:
         """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build."""
         # `build` must be durable: all of a task depends on the root state.
+
         # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
         # others wait.
         async with self._locks.setdefault(key, asyncio.Lock()):

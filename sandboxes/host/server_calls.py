@@ -39,6 +39,7 @@ class ServerCalls:
     async def connect(self, order: ServerOrder, first: bytes = b"") -> Envelope[ServerConnected]:
         """Begin a call: return descriptors that lead to the server, which is started if it does not run."""
         # The supervisor writes `first` to the server at once.
+
         # `ask` of the sandbox: it waits for what the last call left to do.
         return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
 

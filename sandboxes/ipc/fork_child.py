@@ -16,6 +16,7 @@ from sandboxes.ipc.frames import Inbox, IpcFrame, receive
 def connect() -> socket.socket:
     """Return the socket to the driver, whose descriptor is the first argument, and close every other descriptor."""
     # An event loop may pass on more descriptors than it should. None of the driver's own may reach a sandbox.
+
     # `fileno=` takes the descriptor over without a duplicate.
     driver = socket.socket(fileno=int(sys.argv[1]))
     # Forks that become other programs must not hold the driver's socket.

@@ -42,6 +42,7 @@ _KERNEL_TYPES = {"proc", "sysfs", "devpts", "mqueue", "cgroup", "cgroup2"}
 def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
     """Mount the sandbox's own /dev, /proc and /sys over the host's, in this mount namespace; `switch` moves them."""
     # Device nodes are bound from the host in a user namespace, where no process may make them.
+
     # Made before /dev is another one: the directory may be below it. It is an overlay of its own, so a lock or a watch
     # of these files concerns one sandbox alone. Without an upper it is read-only, and needs two lower layers
     # (overlayfs.rst).

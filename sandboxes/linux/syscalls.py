@@ -482,6 +482,7 @@ def bring_up_loopback() -> None:
 def schedule(niceness: int, slice_ns: int) -> None:
     """Give this thread a niceness and a time slice (sched_setattr(2)). What it forks or starts is ordinary again."""
     # The slice is from 100,000 to 100,000,000 ns; Linux before 6.12 ignores it.
+
     # SCHED_OTHER, with SCHED_FLAG_RESET_ON_FORK; deadline, period and the limits of utilization do not apply.
     attributes = struct.pack("=IIQiIQQQII", 56, 0, 1, niceness, 0, slice_ns, 0, 0, 0, 0)
     syscall("sched_setattr", ctypes.c_int(0), ctypes.c_char_p(attributes), ctypes.c_uint(0))
@@ -490,6 +491,7 @@ def schedule(niceness: int, slice_ns: int) -> None:
 def share_heap() -> None:
     """Let all threads of this process allocate from one heap (mallopt(3)). Call it before threads start."""
     # glibc gives threads heaps of their own, in which freed memory stays: 3 to 6 MB for each thread of the proxy.
+
     # M_ARENA_MAX; a libc without it has one heap.
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 1)

@@ -56,6 +56,7 @@ def run(
     """Be a sandbox until the proxy closes its end; without `privileged`, as root of a user namespace."""
     # The first part needs no spec, and is done ahead, in spares. The launcher reports on the socket `switches`; control
     # groups are joined by their open files; pages are written to ahead, by address and bytes.
+
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)

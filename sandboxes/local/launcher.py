@@ -358,6 +358,7 @@ def _overlay(lowers: list[str], upper: str | None, work: str | None, *, index: b
     """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`."""
     # A base may be a directory in which another user can put a link after its path was checked. All other directories
     # are the driver's own.
+
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
     with Opened(plain_descriptor(lowers[-2])) as base:
         return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work, index=index)

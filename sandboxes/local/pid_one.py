@@ -91,6 +91,7 @@ class PidOne:
         """Report that the sandbox has started, then answer requests until the proxy is gone."""
         # The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
         # layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
+
         # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
         if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()

@@ -159,6 +159,7 @@ class PostgresSandbox:
     ) -> Execution:
         """Return the result of a statement that ended its session; SandboxError if it is not to blame."""
         # The session's changes are lost: the server rolls them back, or the clone is dropped with them.
+
         # "crashed" counts as out of memory: a C library may crash when it cannot allocate.
         if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
             self._why_dead = str(error)

@@ -90,6 +90,7 @@ def _answer(client: socket.socket, uid: int, folder: str) -> None:
 def run_beside(program: list[str], uid: int, gid: int, listening: socket.socket, folder: str) -> NoReturn:
     """Serve in a child of this process, which becomes a program of a user with the rights that a proxy needs."""
     # So a container's first process is the proxy: it gets the signals, and its exit code is the container's.
+
     # What a unit gives its proxy, and what the proxy could not give itself afterwards.
     cgroups.make_writable()
     if os.fork() == 0:

@@ -46,6 +46,7 @@ class StatementGuard:
         """Start to guard a statement, and forget the one before."""
         # private: the connection belongs to one rollout, so a statement may change it. compiling: the statement is only
         # compiled (EXPLAIN); a pragma takes effect even then.
+
         # `refused` says why the statement is never allowed; empty if it is.
         self.private, self.compiling, self.refused = private, compiling, ""
         self.acts: set[Act] = set()  # What the statement needed the authorizer for.

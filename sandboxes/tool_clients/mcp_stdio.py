@@ -27,6 +27,7 @@ class StdioTransport:
     def __init__(self, fds: Sequence[int], *, max_bytes: int, fresh: bool) -> None:
         """Take over the pipes to a server's stdin and from its stdout; `max_bytes` limits the whole conversation."""
         # `fresh` says that the process has just started, so nothing can be left in the pipes.
+
         # A conversation that was cut off may have left the second half of a line in the pipe.
         self._may_be_half = not fresh
         self._write_fd, self._read_fd = fds[0], fds[1]
