@@ -23,6 +23,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.room import Room, RoomBound
 from sandboxes.pool.roster import Roster, Slot
+from sandboxes.pool.starts import Starts
 from sandboxes.task_owner import start as start_task
 
 _STARTS = 4
@@ -34,42 +35,25 @@ class OverloadedError(RuntimeError):
 
 
 class Pool:
-    """Owns every live sandbox from its start to its close.
+    """Owns every live sandbox from its start to its close."""
 
-    Attributes:
-        roster: Who is where; read by the proxy to plan and to show.
-        waiting: How many callers wait for room.
-        evicted: How many sandboxes were closed for room before their rollouts had ended.
-        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and
-            returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
-    """
-
-    def __init__(self, room: Room, *, patience_s: float) -> None:
-        """Make an empty pool.
-
-        Args:
-            room: How many sandboxes may be alive at once, closing ones included.
-            patience_s: How long a caller waits for room before it gets `OverloadedError`.
-        """
-        self.roster = Roster()
+    def __init__(self, room: Room, *, patience_s: float, callers: Callable[[int], int] = lambda _: 1) -> None:
+        """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`."""
+        # `callers` returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
+        self.roster = Roster()  # Who is where; read by the proxy to plan and to show.
+        # `waiting`: how many callers wait for room.
+        # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
         self.waiting = self.evicted = self._seen = 0
+        # Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and returns False
+        # if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
-        self._starts = asyncio.Semaphore(_STARTS)
+        self._starts = Starts(_STARTS, callers)
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
-        """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
-
-        Args:
-            make: Starts or restores the sandbox.
-            position: Where the sandbox is then.
-            owner: The rollout that needs it; None for the control plane.
-
-        Raises:
-            OverloadedError: There was no room within the patience.
-        """
+        """Make a sandbox and lease it to a rollout (or None); idle sandboxes are closed if the budget has no room."""
         return await self.fill(await self._make_room(owner), make, position)
 
     def newly_evicted(self) -> int:
@@ -93,7 +77,6 @@ class Pool:
 
     @property
     def _taken(self) -> int:
-        """How much of the budget is taken."""
         return len(self.roster) + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
@@ -107,12 +90,12 @@ class Pool:
     @property
     def has_spare_room(self) -> bool:
         """Whether a sandbox may be made ahead: two slots and a start are free, so the next caller still has one."""
-        return bool(self.spare) and not self._starts.locked()
+        return bool(self.spare) and not self._starts.busy
 
     async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make the sandbox of a new slot in the roster and lease it. If that fails, the slot is closed."""
         try:
-            async with self._starts:
+            async with self._starts.turn(slot.owner):
                 slot.sandbox = await make()
         except BaseException:
             await self.close(slot)
@@ -124,14 +107,7 @@ class Pool:
         return slot
 
     async def lease(self, slot: Slot, position: Hashable, owner: int | None) -> bool:
-        """Lease the slot that `Roster.find` returned.
-
-        A freezing sandbox is waited for and then not leased: what is cheapest may have changed meanwhile, so the caller
-        plans again.
-
-        Returns:
-            False if the sandbox froze, moved, died, or was leased by another caller.
-        """
+        """Lease the slot that `Roster.find` returned; False if the sandbox froze, moved, died, or is leased now."""
         if slot.state is SandboxState.FREEZING:
             slot.freeze_now.set()
             await slot.freeze_over.wait()
@@ -169,10 +145,8 @@ class Pool:
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
-        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed.
-
-        It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
-        """
+        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed."""
+        # It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
         assert slot.sandbox is not None
         try:
             # The event ends the wait, also when the time is up: a timeout would cancel the task and raise for it.
@@ -256,7 +230,6 @@ class Pool:
             await self._notify()
 
     async def _make_room(self, owner: int | None) -> Slot:
-        """Wait for room in the budget and return a slot that takes it."""
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):
