@@ -71,7 +71,7 @@ class ImageDaemon:
             self._clients.popitem()[1].close()
 
     def check(self) -> dict[str, Any]:
-        """Return the daemon's description of itself (`docker info`). It is asked once, so that no start waits for it."""
+        """Return the daemon's description of itself (`docker info`). Asked once: no start waits for it."""
         with self._errors():
             return cast("dict[str, Any]", self._docker().info())
 
