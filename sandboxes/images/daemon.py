@@ -73,7 +73,7 @@ class ImageDaemon:
     def check(self) -> dict[str, Any]:
         """Return the daemon's description of itself (`docker info`). Asked once: no start waits for it."""
         with self._errors():
-            return cast("dict[str, Any]", self._docker().info())
+            return self._docker().info()
 
     # -- images ------------------------------------------------------------------------------------------------------
 
