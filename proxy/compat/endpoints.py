@@ -1,7 +1,6 @@
 """Endpoints: whole APIs of other products, which have services of their own beside a dialect.
 
-They are found through entry points of the group `forkpoint.endpoints`, as dialects are: an installation without the
-Docker or the E2B endpoint does not have their entry points, and answers 404 there.
+They are entry points of the group `forkpoint.endpoints`: an installation without one answers 404 there.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping

@@ -177,16 +177,7 @@ class _Totals(Collector):
 
 @dataclass(frozen=True, slots=True)
 class WrongAnswers:
-    """The rate of wrong answers over all audits of all tasks.
-
-    Attributes:
-        sample: What was checked: `hits` that were given, or recorded calls.
-        checked: Number of checked calls.
-        differing: Number of these that differ.
-        low: Lower 95 % confidence bound (Clopper-Pearson) of the rate, from 0 to 1.
-        seen: The rate.
-        high: Upper bound.
-    """
+    """The rate of wrong answers over all audits of all tasks, from 0 to 1, with its 95 % bounds (Clopper-Pearson)."""
 
     sample: str
     checked: int

@@ -15,8 +15,8 @@ _SHARE = 20
 class Refreshed(Generic[T]):
     """A value that is read again once it is too old.
 
-    Concurrent callers share one read, and a caller that is cancelled does not cancel it. A failed read raises in all of
-    them; the next call tries again.
+    Concurrent callers share one read, also when one is cancelled. A failed read raises in all; the next call tries
+    again.
     """
 
     def __init__(self, read: Callable[[], Coroutine[Any, Any, T]], *, min_age_s: float) -> None:

@@ -74,10 +74,7 @@ class ContainerLifecycle:
         max_stdin_bytes: int,
         closing: asyncio.Event,
     ) -> None:
-        """Create the service. Waiting responses end when `closing` is set, as the proxy shuts down.
-
-        `max_stdin_bytes` limits the stdin of a main command.
-        """
+        """Create the service. Waiting responses end when `closing` is set; `max_stdin_bytes` is for main commands."""
         self._registry, self._execs, self._calls = registry, execs, calls
         self._events, self._projects = events, projects
         self._max_stdin_bytes, self._closing = max_stdin_bytes, closing
@@ -93,7 +90,7 @@ class ContainerLifecycle:
         """Return the rollout of a container.
 
         Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. The container
-        has ended then.
+        then ends.
         """
         try:
             return await self._registry.require_rollout(container)
@@ -112,10 +109,7 @@ class ContainerLifecycle:
         await self._exit(container, KILLED_EXIT_CODE)
 
     async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
-        """Start, stop, restart, kill or wait for a container.
-
-        Raises RefusalError (409) for a kill of a container that does not run.
-        """
+        """Start, stop, restart, kill or wait for a container. Raises RefusalError (409) to kill an ended one."""
         if verb == "wait":
             return self._wait(request, container)
         if verb == "kill" and not container.is_running:
@@ -222,10 +216,7 @@ class ContainerLifecycle:
         return _NO_CONTENT
 
     async def remove(self, request: DockerRequest, container: Container) -> Local:
-        """Remove a container, and finish its rollout.
-
-        Raises RefusalError (409) if the container runs, and the request does not force its removal.
-        """
+        """Remove a container, and finish its rollout. Raises RefusalError (409) if it runs, unless forced."""
         if container.is_running and not request.flag("force"):
             raise RefusalError(
                 409, "docker", f'cannot remove container "/{container.name}": container is running: stop the container '
@@ -318,10 +309,7 @@ class ContainerLifecycle:
         return StreamedResponse(bounded, _JSON)
 
     async def top(self, request: DockerRequest, container: Container) -> Local:
-        """List the processes of a container with its own `ps`.
-
-        Raises RefusalError: 409 if the container does not run; 500 if it has no working `ps`.
-        """
+        """List a container's processes. Raises RefusalError: 409 if it does not run; 500 if it has no working `ps`."""
         require_running(container)
         rollout = await self._registry.require_rollout(container)
         argv = ["ps", *(request.query.get("ps_args") or "-ef").split()]
@@ -333,10 +321,7 @@ class ContainerLifecycle:
         return responses.process_table(output(body, OUT).decode(errors="replace"))
 
     async def attach(self, request: DockerRequest, container: Container, connection: StreamConnection) -> None:
-        """Connect a client to the main command, until the container exits or the client disconnects.
-
-        Raises RefusalError (409) if the container has exited.
-        """
+        """Connect a client to the main command, until exit or disconnect. Raises RefusalError (409) after the exit."""
         if container.state is ContainerState.EXITED:
             raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
         activity, tty, streams = self._registry.activity(container), container.spec.tty, _streams(request)

@@ -1,7 +1,7 @@
 """The output of processes on its way to Docker's clients.
 
-One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call: it
-distributes the output to one `OutputSink` for each client, and keeps it for clients that connect later.
+A process may have several clients (`attach`, `logs --follow`). `OutputListener`, the listener of its call, has one
+`OutputSink` for each of them, and keeps the output for clients that connect later.
 """
 
 import asyncio
@@ -24,10 +24,9 @@ class OutputSink:
         tty: bool,
         has_output: bool = False,
     ) -> None:
-        """Create a sink for the streams that the client wants: stdout (1), stderr (2).
+        """Create a sink for stdout (1) and stderr (2), as wanted: raw bytes on a terminal, otherwise frames.
 
-        On a terminal the bytes are raw, otherwise in frames. `has_output` says that the client has received the earlier
-        output in another way.
+        `has_output` says that the client has received the earlier output in another way.
         """
         self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
 
@@ -53,8 +52,8 @@ class OutputListener:
     ) -> None:
         """Create a listener; `started` is called when the process runs.
 
-        `disconnected` returns once the client that started the process is gone; the process is then detached. None for
-        a process that no client waits for.
+        The process is detached once `disconnected` returns, because the client that started it is gone; None: no client
+        is.
         """
         self.sinks, self._started, self._disconnected = sinks, started, disconnected
         self._detach = asyncio.Event()
@@ -96,10 +95,7 @@ class OutputListener:
 
 
 def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
-    """Return a recorded result in the form of a client's stream, with its streams stdout (1) and stderr (2).
-
-    On a terminal the bytes are raw, otherwise in frames.
-    """
+    """Return a recorded result as a client's stream of stdout (1) and stderr (2): raw on a terminal, else in frames."""
     # The last frame has the exit code. It is ours, and no client may see it.
     output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
     if not ending(body).timed_out:

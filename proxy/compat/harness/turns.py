@@ -1,7 +1,7 @@
 """What a harness waits for, and which responses of models are the same (pure).
 
 A response is an edge of the tree. Engines draw its ids and times at random and cut its text into events at random, so
-bytes would never be equal. Two responses are the same edge if they are equal without these.
+two responses are the same edge if they are equal without these.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,11 +32,7 @@ _DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """A model's whole response: its status, its media type and its body.
-
-    Attributes:
-        asked: The kind of the request that it was recorded for (`kind_of_request`); empty for the oldest that waits.
-    """
+    """A model's whole response. `asked` is its `kind_of_request`; empty for the oldest that waits."""
 
     status: int
     media_type: str
@@ -50,7 +46,6 @@ class Path:
 
     Attributes:
         turns: How many responses the harness has had; -1 before it is started.
-        waiting: The requests that wait for a response, the oldest first.
         exit: Its exit code and the end of what it has printed; None while it runs.
     """
 
@@ -72,7 +67,7 @@ class Path:
 
 
 def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tuple[ToolCall, CallKey]:
-    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key.
+    """Return the call, with its key, that starts the harness, or lets it go on because it waits for no response.
 
     `begin` has a command and variables in place of the spec's, with which it is another call.
     """
@@ -81,7 +76,7 @@ def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tupl
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call that delivers a response to the oldest request of its kind, and its key.
+    """Return the call, with its key, that delivers a response to the oldest request of its kind.
 
     Raises UncanonicalArgumentsError if the response has no canonical form.
     """

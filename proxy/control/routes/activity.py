@@ -24,7 +24,6 @@ class TimelineView(BaseModel):
 
     Attributes:
         step_s: Length of a step in seconds.
-        seconds: The steps, oldest first, with the members of a `second` event.
     """
 
     step_s: int

@@ -38,10 +38,7 @@ class EntryView(BaseModel):
     Attributes:
         name: The name. Bytes that are no UTF-8 are shown as U+FFFD.
         url: The name as URLs have it: percent-encoded, with all of its bytes.
-        kind: What it is.
         mode: Permission bits in octal.
-        uid: Number of the owner.
-        gid: Number of the group.
         size_bytes: Size of a regular file; 0 for others.
         target: Where a symbolic link points; null for others.
     """
@@ -60,9 +57,6 @@ class FolderView(BaseModel):
     """A directory of a node.
 
     Attributes:
-        node: Name of the node.
-        path: The directory, from the root.
-        entries: What is in it, in the order of names.
         truncated: Whether there are more entries.
         base: Whether the files of the base are among them. Without it, only what set-up and calls have changed is.
     """

@@ -34,22 +34,13 @@ router = APIRouter()
 
 
 class NewImage(BaseModel):
-    """An image to make in the Docker daemon.
-
-    Attributes:
-        name: Name of the image, such as `repository:tag`. Another image of this name loses it.
-    """
+    """An image to make in the Docker daemon, such as `repository:tag`. Another image of this name loses it."""
 
     name: str = Field(pattern=_IMAGE_NAME, max_length=255)
 
 
 class ImageView(BaseModel):
-    """An image that was made in the Docker daemon.
-
-    Attributes:
-        id: The image's id: `sha256:` and a digest.
-        name: The image's name.
-    """
+    """An image that was made in the Docker daemon; `id` is `sha256:` and a digest."""
 
     id: str
     name: str

@@ -87,7 +87,7 @@ async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDe
 async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
     """Take a node's snapshot, if it has none.
 
-    Raises RefusalError (409) if the state cannot be frozen, and StoreError if the snapshot could not be written.
+    Raises RefusalError (409) if the state cannot be frozen, or StoreError.
     """
     name = node_name(node)
     try:

@@ -44,9 +44,6 @@ class ImportView(BaseModel):
         exported_from: Name of the task that the tree was exported from.
         root: Root of the tree in this proxy.
         current: Whether it is the task's current tree. If not, it serves rollouts that request its environment.
-        nodes: Number of nodes.
-        records: Number of recorded calls.
-        snapshots: Number of imported snapshots.
         snapshots_left_out: Number of snapshots that the file lacks or that do not fit; replays reach their states.
     """
 

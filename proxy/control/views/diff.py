@@ -29,10 +29,7 @@ class FileFacts(BaseModel):
     """The attributes of a file.
 
     Attributes:
-        kind: What the path is.
         mode: Permission bits in octal, as `chmod` takes them.
-        uid: Number of the owner.
-        gid: Number of the group.
         size_bytes: Size of a regular file.
         target: Where a symbolic link points; null for other kinds.
     """
@@ -49,8 +46,6 @@ class FileChange(BaseModel):
     """A changed path.
 
     Attributes:
-        path: The path.
-        change: Whether the file was added, removed or changed.
         before: Its attributes in state a; null if it is not there.
         after: Its attributes in state b; null if it is not there.
         diff: Unified diff of a text file; null if there is none.
@@ -66,13 +61,7 @@ class FileChange(BaseModel):
 
 
 class Changed(BaseModel):
-    """A changed text, such as the value of a variable.
-
-    Attributes:
-        name: What the text belongs to.
-        before: The text in state a; null if there is none.
-        after: The text in state b; null if there is none.
-    """
+    """A changed text, such as the value of a variable: in state a and in state b, null where there is none."""
 
     name: str
     before: str | None
@@ -80,14 +69,7 @@ class Changed(BaseModel):
 
 
 class SessionChange(BaseModel):
-    """A changed shell session.
-
-    Attributes:
-        session: Name of the session.
-        cwd: The change of its working directory; null if it is the same.
-        variables: Changed variables.
-        functions: Changed functions.
-    """
+    """A changed shell session; `cwd` is null if it is the same."""
 
     session: str
     cwd: Changed | None
@@ -99,12 +81,9 @@ class TableChange(BaseModel):
     """A changed table or view of a database.
 
     Attributes:
-        table: Its name.
         before_rows: Number of rows in state a; null if it is not there, or too large to compare.
         after_rows: Number of rows in state b; null if it is not there, or too large to compare.
         schema_: The change of its definition; null if it is the same.
-        added: Rows that only state b has.
-        removed: Rows that only state a has.
         unshown: Why rows are missing from the view; empty if none are.
     """
 
@@ -118,13 +97,7 @@ class TableChange(BaseModel):
 
 
 class DatabaseChange(BaseModel):
-    """A changed database.
-
-    Attributes:
-        database: Its name.
-        tables: Its changed tables and views.
-        unshown: What was not compared; empty if everything was.
-    """
+    """A changed database, with its changed tables and views. `unshown` says what was not compared."""
 
     database: str
     tables: list[TableChange]
@@ -135,9 +108,6 @@ class DiffView(BaseModel):
     """What changed from node a to node b.
 
     Attributes:
-        task: Name of the task.
-        a: The first node.
-        b: The second node.
         same: Whether the nodes are the same, or their states have the same digest.
         files: Changed paths; null if the driver cannot compare files.
         files_total: Number of changed paths, including those that the view leaves out.
@@ -266,11 +236,7 @@ def _cut(text: str | None) -> str | None:
 def table_change(
     table: str, schemas: tuple[str | None, str | None], answers: tuple[dict[str, Any] | None, dict[str, Any] | None]
 ) -> TableChange | None:
-    """Return the change of a table; None if it has none.
-
-    `schemas` is its definition in each state; None if it is not there. `answers` is the result of `SELECT *` in each
-    state; None if it was not read.
-    """
+    """Return the change of a table, None if it has none, from its definition and `SELECT *` in each state."""
     sides: list[Sequence[Any] | None] = [None if answer is None else answer["rows"] for answer in answers]
     cut = any(answer is not None and (answer["truncated"] or answer["error"]) for answer in answers)
     rows = [Counter(orjson.dumps(row, option=orjson.OPT_SORT_KEYS) for row in side or ()) for side in sides]
