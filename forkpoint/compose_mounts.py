@@ -1,7 +1,6 @@
 """What the services of a compose file mount: files of the task's directory, empty directories, and shared volumes.
 
-A sandbox has no paths of the client's machine. So the files that a service finds in a mount are copied, and a directory
-that is mounted to get logs out is an empty one of the state.
+A sandbox has no paths of the client's machine: files are copied, and a directory to get logs out is an empty one.
 """
 
 import os
@@ -62,16 +61,10 @@ def mounted(
     folder: Path | None,
     note: Callable[[str], object],
 ) -> Mounted:
-    """Return what the mounts of services become.
+    """Return what the mounts of services become, with the root of each as a path in the main container.
 
-    Args:
-        services: The services by their names in a spec.
-        places: The root directory of each, as a path in the main container.
-        folder: The directory of the compose file; None if it is not known.
-        note: Gets a sentence for what is not as in the file.
-
-    Raises:
-        ComposeFileError: A service needs a path of the client's machine that cannot be copied.
+    `folder` is the compose file's; None if it is not known. `note` gets a sentence for what is not as in the file.
+    Raises ComposeFileError if a service needs a path of the client's machine that cannot be copied.
     """
     result = Mounted()
     for name, service in services.items():

@@ -34,12 +34,7 @@ class EphemeralProxyError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EphemeralProxy:
-    """A running temporary proxy.
-
-    Attributes:
-        url: Base URL.
-        pid: Process id, for measurements.
-    """
+    """A running temporary proxy; the process id is for measurements."""
 
     url: str
     pid: int
@@ -49,13 +44,9 @@ class EphemeralProxy:
 def ephemeral_proxy(data: Path | None = None, settings: Mapping[str, object] | None = None) -> Iterator[EphemeralProxy]:
     """Run `forkpoint serve` on a free port of 127.0.0.1.
 
-    Args:
-        data: The data directory, which stays; None for an empty one in TMPDIR that is removed afterwards.
-        settings: Settings by their names, as values of JSON. All others come from FORKPOINT_… variables.
-
-    Raises:
-        EphemeralProxyError: The proxy does not start or stop in time, or its directory cannot be removed. The text
-            quotes the end of its log.
+    The data directory stays; None is an empty one in TMPDIR that is removed. Settings other than these, as values of
+    JSON, come from FORKPOINT_… variables. Raises EphemeralProxyError, with the end of the log, if the proxy does not
+    start or stop in time, or its directory cannot be removed.
     """
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-temporary-"))
     try:
@@ -110,8 +101,7 @@ def free_port() -> int:
     """Return a TCP port of 127.0.0.1 that is free, and that the kernel gives to no other program.
 
     A socket that is bound with SO_REUSEADDR and does not listen keeps the port out of the kernel's own choices until
-    this process ends. A server that sets SO_REUSEADDR too, as servers do, may still listen there, also when it starts
-    again.
+    this process ends. A server that sets SO_REUSEADDR too, as servers do, may still listen there.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

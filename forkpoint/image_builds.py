@@ -1,7 +1,7 @@
 """Builds the images that tasks describe by a Dockerfile, once for each content.
 
 The name of an image says what it was built from: the Dockerfile, its arguments, and every file of its context. So
-trials of a task share an image, whichever of them comes first, and a changed Dockerfile is another environment.
+trials of a task share an image, and a changed Dockerfile is another environment.
 """
 
 import os
@@ -45,21 +45,11 @@ class ImageBuilder:
     """Builds images for tasks of one directory, with `docker`, or with `buildah` where that is missing."""
 
     def __init__(self, folder: Path, *, confined: bool = True, timeout_s: float = BUILD_S) -> None:
-        """Create a builder.
-
-        Args:
-            folder: The directory that relative paths begin at.
-            confined: Whether everything must be below that directory, because its files are a stranger's.
-            timeout_s: Longest time that a build takes.
-        """
+        """Create a builder for paths relative to a folder, and below it if `confined`, because a stranger's."""
         self._folder, self._confined, self._timeout_s = folder, confined, timeout_s
 
     def __call__(self, build: Any = ".") -> str:
-        """Return the image that a member `build` of a compose file describes; build it unless it exists.
-
-        Raises:
-            ComposeFileError: It cannot be built; the message says how to bring an image.
-        """
+        """Return the image of a `build` of a compose file; build it unless it exists. Raises ComposeFileError."""
         read = self._read(build if isinstance(build, dict) else {"context": str(build)})
         name = f"{REPOSITORY}:{_digest(read)[:24]}"
         with _locks.setdefault(name, threading.Lock()):

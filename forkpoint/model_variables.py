@@ -20,12 +20,9 @@ _INSIDE = "forkpoint"
 
 @dataclass(frozen=True, slots=True)
 class ModelVariables:
-    """Where the model of an agent is.
+    """Where the model of an agent is: its URL without the version, headers with its key, and variables with none.
 
-    Attributes:
-        upstream: Its URL, without the version.
-        headers: Headers with its key.
-        env: The agent's variables: `{model}` in place of the URL, and no key of anybody's.
+    The variables have `{model}` in place of the URL.
     """
 
     upstream: str

@@ -31,12 +31,7 @@ class RayError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class NodeProxy(ProxyState):
-    """The proxy of one node, and what `ProxyState` says of it.
-
-    Attributes:
-        node: Ray's ID of the node.
-        address: The node's address.
-    """
+    """The proxy of one node, by Ray's ID of the node and its address, and what `ProxyState` says of it."""
 
     node: str
     address: str
@@ -44,13 +39,9 @@ class NodeProxy(ProxyState):
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """Be a driver of a running Ray cluster within the block, as the commands are.
+    """Be a driver of a running Ray cluster within the block. Raises RayError if no cluster answers there.
 
-    Args:
-        address: The cluster's address; "auto" for that in RAY_ADDRESS, or the cluster that runs on this machine.
-
-    Raises:
-        RayError: No cluster answers there.
+    The address "auto" is that in RAY_ADDRESS, or the cluster that runs on this machine.
     """
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
@@ -238,11 +229,7 @@ def _all_ready(within_s: float) -> list[NodeProxy]:
 
 
 def _proxies(addresses: Mapping[str, str]) -> list[NodeProxy]:
-    """Ask the actors of all nodes at once. Some node's proxy may be missing, or its node may be gone.
-
-    Args:
-        addresses: The addresses of the living nodes, by their IDs.
-    """
+    """Ask the actors of all nodes, by ID and address, at once; a node, or its proxy, may be gone."""
     pending = [(node, actor.state.remote()) for node, name in named() if (actor := find(name)) is not None]
     return [NodeProxy(**asdict(_state(state)), node=node, address=addresses.get(node, "")) for node, state in pending]
 

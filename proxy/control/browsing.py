@@ -111,7 +111,7 @@ class Browser:
         *,
         fold: int,
     ) -> ChildrenView:
-        """Return one page of a node's children, by `recorded` or a subtree total, with at most `fold` nodes of each chain."""
+        """Return one page of a node's children, by `recorded` or a subtree total; chains show `fold` nodes at most."""
 
         def order(child: Node) -> Order:
             return (child.id,) if wanted.key == "recorded" else (getattr(summed.of(child), wanted.key), child.id)

@@ -27,11 +27,8 @@ class Timing:
 
     Attributes:
         endpoint: The endpoint that received the call; empty if nothing was executed for a call.
-        tool_s: Running the tool.
         restore_s: Starting or restoring a sandbox.
-        replay_s: Replaying calls.
         wait_s: Waiting for an earlier call of the rollout, for the same call of another one, or for a sandbox.
-        replayed_calls: How many calls were replayed.
         known: Whether the tree knew the call, but no way back to the state that it leads to.
     """
 

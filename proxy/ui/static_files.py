@@ -33,13 +33,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file of the page.
-
-    Attributes:
-        media_type: Its `Content-Type`.
-        data: Its content.
-        tag: Its `ETag`.
-    """
+    """A file of the page, with its `ETag`."""
 
     media_type: str
     data: bytes

@@ -34,7 +34,6 @@ class SettingView(BaseModel):
         name: Its name in a TOML file; `FORKPOINT_` and the name in capitals is its variable.
         value: Its value; secrets are never shown.
         usual: Whether it has its default value.
-        about: What it does.
     """
 
     name: str
@@ -44,12 +43,7 @@ class SettingView(BaseModel):
 
 
 class HistoryView(BaseModel):
-    """The activity of a span of time.
-
-    Attributes:
-        step_s: Length of a step in seconds.
-        steps: The steps, oldest first. Steps in which the proxy did not run are missing.
-    """
+    """The activity of a span of time, oldest first. Steps in which the proxy did not run are missing."""
 
     step_s: int
     steps: list[Second]

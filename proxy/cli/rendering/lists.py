@@ -1,7 +1,6 @@
 """Renders lists of the REST API for the terminal. Pure.
 
-Names come first and are never cut: where a terminal is too narrow for all columns, the last columns are left out, and
-a line below the table names them.
+Names come first and are never cut: where a terminal is too narrow, a line names the last columns, which are left out.
 """
 
 from collections.abc import Mapping, Sequence

@@ -193,7 +193,7 @@ def has_label(labels: Mapping[str, str], wanted: str) -> bool:
 
 
 def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a container passes a list's filters, as far as they are known: id, name, status, ancestor, …"""
+    """Return whether a container passes a list's filters; only those of `checks` are looked at."""
     labels = container.spec.body.get("Labels") or {}
     checks: dict[str, Callable[[str], bool]] = {
         "id": container.id.startswith,

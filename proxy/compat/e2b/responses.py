@@ -83,7 +83,7 @@ def watch_events(body: bytes) -> Iterator[dict[str, str]]:
 
 
 def ended(body: bytes) -> ProcessEvent | None:
-    """Return the last event in a result; None while the process runs. Raises ConnectError if it was killed."""
+    """Return the last event; None while the process runs. Raises ConnectError if it was killed, or did not start."""
     last = ending(body)
     if last.timed_out:
         raise ConnectError("deadline_exceeded", "context deadline exceeded")

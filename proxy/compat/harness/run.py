@@ -83,10 +83,7 @@ class Run:
         begin: Mapping[str, Any],
         recorded: Sequence[ModelResponse] = (),
     ) -> None:
-        """Prepare a run.
-
-        `begin` overrides the spec's command and variables; `recorded` is answered before the model.
-        """
+        """Prepare a run. `begin` overrides the spec's command and variables; `recorded` answers before the model."""
         self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
         self._recorded = deque(recorded)
         self._path = Path()

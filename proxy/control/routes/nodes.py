@@ -85,10 +85,7 @@ async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDe
 
 
 async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
-    """Take a node's snapshot, if it has none.
-
-    Raises RefusalError (409) if the state cannot be frozen, or StoreError.
-    """
+    """Take a node's snapshot, if it has none. Raises RefusalError (409) if it cannot be frozen, or StoreError."""
     name = node_name(node)
     try:
         await engine.restorer.take_snapshot(tree, node)
