@@ -391,7 +391,6 @@ def _extra_hosts(service: Service) -> Iterator[tuple[str, str]]:
 
 
 def _limits(name: str, service: Service) -> dict[str, Any]:
-    """Return the limits of the main service, as a spec has them."""
     resources = ((service.get("deploy") or {}).get("resources") or {}).get("limits") or {}
     cpus, memory = service.get("cpus") or resources.get("cpus"), service.get("mem_limit") or resources.get("memory")
     pids = service.get("pids_limit") or resources.get("pids")

@@ -209,7 +209,6 @@ def _sentence(error: ValueError) -> str:
 
 
 def _all_ready(within_s: float) -> list[NodeProxy]:
-    """Wait until the proxy of each living node answers."""
     deadline = time.monotonic() + within_s
     while True:
         waiting = living()

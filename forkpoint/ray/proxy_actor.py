@@ -160,7 +160,6 @@ class ProxyActor:
             self._stopped.wait(wait_s)
 
     def _serve_once(self) -> None:
-        """Start the proxy, and return when it has ended."""
         if self._place is None:
             self._place = _take_place(self._plan, self._stopped)
         place = self._place
@@ -264,7 +263,6 @@ def _is_ready(url: str) -> bool:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, up to 500 characters."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]

@@ -27,7 +27,6 @@ class _Totals(Collector):
         self._control, self._engine = control, control.engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its current value."""
         counts = self._engine.counts
         outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
         yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())

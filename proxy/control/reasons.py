@@ -91,8 +91,6 @@ class WhyView(BaseModel):
 
 
 class _Same(NamedTuple):
-    """A record of the same call."""
-
     record: int
     call: int
     key: bytes

@@ -80,7 +80,6 @@ class _Group:
         self.paid.append((0.0 if outcome is Outcome.HIT else seconds, calls))
 
     def add_tokens(self, outcome: Outcome, tokens: int) -> None:
-        """Add the tokens of models for calls that were answered in one way."""
         if outcome in _EXECUTED:
             self.executed_tokens += tokens
         else:
@@ -104,7 +103,6 @@ class _Group:
             self.overheads = {name: mine[name] + other.overheads[name] for name in _OVERHEADS}
 
     def row(self, name: str | None, price_per_hour: float) -> ReportRow:
-        """Return the view."""
         totals = self.totals
         return ReportRow(
             group=name, rollouts=self.rollouts, **totals.as_dict(), **(self.overheads or dict.fromkeys(_OVERHEADS)),
@@ -195,7 +193,6 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
-    """Return the condition that chooses the rollouts, with its values."""
     # Only rollouts of clients (`RolloutStore.of_task`), and only those that made a call.
     labelled, chosen = labels_condition(request.labels, "r.labels")
     parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0", *labelled], dict[str, Any](chosen)
@@ -318,7 +315,6 @@ def _most(first: int | None, second: int | None) -> int | None:
 
 
 def _arms(parts: Sequence[ReportPart], total: _Group) -> list[Arm]:
-    """Return what other caches would have done with the same calls."""
     totals, calls = total.totals, total.totals.calls
     executed, tool_s, wrong = (sum(values) for values in zip(*(part.repeated for part in parts), strict=True))
     return [

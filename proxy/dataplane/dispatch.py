@@ -273,7 +273,6 @@ class Dispatch:
         await self._send(answer, exchange)
 
     async def _may_repeat(self, rollout: Rollout, answer: Answer) -> bool:
-        """Return whether the answer of an earlier call may be given once more."""
         if self._engine.gate is None:
             return True
         async with self._engine.step.order.hold(rollout):

@@ -50,8 +50,6 @@ MAX_HELD_BYTES = 64 << 10
 
 
 class _State(Enum):
-    """Which part has the connection; see the module."""
-
     READING = 0
     SERVED = 1
     PASSED = 2
@@ -318,7 +316,6 @@ class HitFirst(asyncio.Protocol):
         return True
 
     def _write(self, response: bytes) -> None:
-        """Answer the held request with a whole response."""
         self._held = b""
         self._transport.write(response)
         self._server_state.total_requests += 1

@@ -67,8 +67,6 @@ class _CloseConnectionError(Exception):
 
 @dataclass(slots=True)
 class _Connection:
-    """One client's connection."""
-
     address: Address
     name: str  # The name of the rollout.
     labels: Labels  # For a rollout that begins on this connection.

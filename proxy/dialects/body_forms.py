@@ -160,7 +160,6 @@ class _FormReader:
         self._file, self.tell = file, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes from the present position on."""
         _require_small([self.tell() + (MAX_UNPACKED_BYTES + 1 if size < 0 else size)])
         try:
             return self._file.read(size)

@@ -63,8 +63,6 @@ _VERSION_META = "io.modelcontextprotocol/protocolVersion"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One JSON-RPC message from a client."""
-
     method: str  # Empty for a response, which the proxy never asks for.
     params: dict[str, Any]  # `_meta` is always there.
     id: Any  # None for a notification.
@@ -287,8 +285,6 @@ _OF_HTTP = frozenset({"session", "no-rollout", "no-such-server", "token", "json"
 
 
 class _McpError(RefusalError):
-    """A JSON-RPC error with a code of its own."""
-
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(400, "mcp", detail)
         self.code = code

@@ -191,7 +191,6 @@ class Forgetting:
         return len(nodes)
 
     async def _close_detached(self) -> None:
-        """Close the sandboxes at nodes that no longer exist."""
         # A leased sandbox is not idle: its call raises `RolloutGoneError`, and the lease then closes it.
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
 

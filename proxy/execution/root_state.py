@@ -67,8 +67,6 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A look at what a tree's spec names."""
-
     unchanged: Hashable | None  # What a watching driver returned then; None of another driver.
     at: float  # When, on the monotonic clock.
     key: str  # The key of the tree that the spec meant then.

@@ -185,7 +185,6 @@ class WarmForks:
         return sorted(worthwhile, key=lambda pair: -pair[1].worth_s)
 
     def _has_own(self, rollout: Rollout) -> bool:
-        """Return whether the rollout has a sandbox of its own at its node."""
         return any(slot.owner == rollout.id for slot in self._pool.roster.at(rollout.node))
 
     def _at_root(self, tree: Tree, running: list[Rollout]) -> int:

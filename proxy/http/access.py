@@ -287,6 +287,5 @@ def _presented(headers: ReceivedHeaders) -> Iterable[str]:
 
 
 def _without(headers: ReceivedHeaders, token: str) -> list[tuple[bytes, bytes]]:
-    """Return headers without the ones that hold a token of the proxy."""
     secret = token.encode("latin-1")
     return [(name, value) for name, value in headers if name != HEADER and secret not in value]

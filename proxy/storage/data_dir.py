@@ -82,7 +82,6 @@ def directory_of(data: Path, number: int) -> Path:
 
 
 def _is_workers(directory: Path) -> bool:
-    """Return whether a directory has a name of `directory_of`."""
     return directory.name.startswith("worker-")
 
 

@@ -71,8 +71,6 @@ def _state(unpacking: Unpacking, line: StateLine, part: str) -> FrozenState:
 
 
 class _UnitUnpacker:
-    """Unpacks one unit after another."""
-
     def __init__(
         self,
         states: BundleStates,
@@ -93,7 +91,6 @@ class _UnitUnpacker:
             self._name, self._writing = name, self._scratch.open("w+b")
 
     def write(self, data: bytes) -> None:
-        """Add a piece to the unit, unless it is skipped."""
         if self._writing is not None:
             try:
                 self._writing.write(data)
@@ -101,7 +98,6 @@ class _UnitUnpacker:
                 self._fail(error)
 
     def finish(self) -> None:
-        """Give the complete unit to the driver, unless there is none."""
         if self._writing is None or self._name is None:
             return
         try:
@@ -121,7 +117,6 @@ class _UnitUnpacker:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was collected of a unit."""
         if self._writing is not None:
             with contextlib.suppress(OSError):
                 self._writing.close()

@@ -83,7 +83,6 @@ def count_rollouts(database: StoreDatabase, request: TrajectoryRequest) -> int:
 
 
 def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
-    """Return the condition of the rollouts to write, and its values."""
     parts, values = labels_condition(request.labels, "labels")
     parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
     if request.tasks is not None:
@@ -100,7 +99,6 @@ class _TrajectoryWriter:
         self._connection, self._request = connection, request
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of all lines."""
         condition, values = _selected(self._request)
         (last,) = self._connection.execute("SELECT MAX(id) FROM rollouts").fetchone()
         sql = f"SELECT * FROM rollouts WHERE {condition} AND id > :after AND id <= :last ORDER BY id LIMIT 1"

@@ -116,7 +116,6 @@ def _write_shards(rows: Iterator[bytes], path: Callable[[int], Path], shard_byte
 
 
 def _up_to(rows: Iterator[bytes], size_bytes: int | None) -> Iterator[bytes]:
-    """Yield rows until they have this many bytes."""
     written = 0
     for row in rows:
         yield row

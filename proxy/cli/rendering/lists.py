@@ -41,7 +41,6 @@ class ListColumns:
             yield Text(f"not shown here: {', '.join(hidden)}. Widen the terminal, or use --json.", style="dim")
 
     def _fitting(self, width: int) -> int:
-        """Return how many columns fit."""
         used = 0
         for index, title in enumerate(self.titles):
             used += max([len(title), *(len(row[index]) for row in self.rows)]) + _GAP

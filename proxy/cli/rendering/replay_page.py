@@ -172,7 +172,6 @@ def _row(entry: _PageEntry, depth: int, before: str, node: str, after: str = "")
 
 
 def _parts(entry: _PageEntry) -> str:
-    """Return arguments and answer as blocks."""
     call, content = entry.call, entry.content
     blocks = [("Arguments", _pretty(entry.function["arguments"]))]
     value = _parsed(content) if call["encoding"] == "utf-8" else None

@@ -110,7 +110,6 @@ def read_workload(files: Sequence[Path]) -> Workload:
 
 
 def _parsed(line: bytes) -> tuple[str, EnvironmentSpec, RecordedRollout]:
-    """Return the task's name, its environment and the rollout in a line."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:

@@ -355,5 +355,4 @@ class ContainerLifecycle:
 
 
 def _streams(request: DockerRequest) -> frozenset[int]:
-    """Return the streams that a request selects: stdout (1), stderr (2)."""
     return frozenset(number for number, name in ((1, "stdout"), (2, "stderr")) if request.flag(name))

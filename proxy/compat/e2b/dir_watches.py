@@ -44,7 +44,6 @@ class DirWatches:
         self._processes.follower.follow(rollout, watch, stream)
 
     async def _begin(self, rollout: Rollout, request: WatchRequest) -> int:
-        """Begin a watch and return its number."""
         assert request.call is not None
         call = request.call
         # A watch makes states that depend on when it is polled, so no other rollout shares them.

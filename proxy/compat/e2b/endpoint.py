@@ -129,7 +129,6 @@ class E2bEndpoint:
         return None
 
     async def _addressed_sandbox(self, task: str, request: Request, grant: Grant) -> RunningSandbox:
-        """Return the sandbox that a request to envd addresses."""
         name = requests.sandbox_of(request) or request.rollout
         if not name:
             raise RefusalError(400, "no-sandbox", "The request names no sandbox. Send it in E2b-Sandbox-Id.")
@@ -236,7 +235,6 @@ class E2bEndpoint:
     async def _refuse(
         self, send: Send, request: Request, error: ConnectError, problem: Problem | None
     ) -> Problem | None:
-        """Send an error in the form of the request's protocol."""
         if requests.is_stream(request):
             # The stream ends at once, so it never waits for a keepalive.
             stream = EventStream(send, keepalive_s=50.0, deadline_s=None)

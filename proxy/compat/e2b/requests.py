@@ -203,7 +203,6 @@ def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
 
 
 def _size(message: dict[str, Any]) -> list[int]:
-    """Return the rows and columns of a terminal."""
     pty = message.get("pty")
     value = pty.get("size") if isinstance(pty, dict) else None
     size = [value.get(name, 0) for name in ("rows", "cols")] if isinstance(value, dict) else []

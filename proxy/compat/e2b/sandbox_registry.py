@@ -114,7 +114,6 @@ class SandboxRegistry:
         self._notes.pop(rollout.id, None)
 
     async def _end_if_over(self, rollout: Rollout) -> None:
-        """Apply the timeout of a sandbox whose timer is due."""
         note = self._notes.get(rollout.id)
         if note is None or rollout.finished:
             return
