@@ -47,7 +47,6 @@ class ApiRequest(Generic[T]):
     """An HTTP request, and how its response becomes a result.
 
     Attributes:
-        path: The path below the proxy's URL, already quoted.
         query: The query parameters; a list is a parameter that is repeated.
         timeout_s: How long the tool may run, in seconds; None for the proxy's default. The client waits longer.
         accepts: Statuses beyond 2xx that `read` understands.

@@ -91,11 +91,7 @@ def up(*, within_s: float = 120.0, **settings: object) -> list[NodeProxy]:
 
 
 def down() -> None:
-    """End the proxies of all nodes, and all actors of ours. Calls in flight are answered first. Idempotent.
-
-    Raises:
-        RayError: Ray is not initialised, or an actor does not end.
-    """
+    """End all proxies and actors of ours; calls in flight are answered first. Idempotent. Raises RayError."""
     _require_ray()
     controller = find(CONTROLLER)
     if controller is not None:
@@ -119,23 +115,15 @@ def down() -> None:
 
 
 def nodes() -> list[NodeProxy]:
-    """Return the proxies of all nodes that have one. Asks each, which takes up to 2 s where one does not answer.
-
-    Raises:
-        RayError: Ray is not initialised.
-    """
+    """Return the proxies of all nodes that have one, asking each. Raises RayError if Ray is not initialised."""
     _require_ray()
     return _proxies(living())
 
 
 def base_url(within_s: float = 60.0) -> str:
-    """Return the base URL of the proxy on the node of this worker or driver. Costs about 2 ms; it stays the same.
+    """Return the base URL of the proxy on the node of this worker or driver; it stays the same.
 
-    Args:
-        within_s: Seconds to wait for the proxy of a node that has just joined.
-
-    Raises:
-        RayError: Ray is not initialised, `up` was not called, or this node has no proxy.
+    A node that has just joined gets `within_s`. Raises RayError if Ray is not initialised, or this node has no proxy.
     """
     _require_ray()
     node = ray.get_runtime_context().get_node_id()

@@ -60,13 +60,7 @@ class ProxyPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProxyState:
-    """What runs on one node.
-
-    Attributes:
-        url: Base URL of the proxy for processes of this node; None before the socket listens.
-        failures: How often in a row it did not start or ended; 0 once it is ready.
-        problem: Why it did not start, or why it ended, the last time; empty if it is ready.
-    """
+    """What runs on one node: no URL before the socket listens, and the `failures` in a row, with the last `problem`."""
 
     url: str | None
     pid: int | None

@@ -144,10 +144,6 @@ class StreamTransport:
 
 
 def make_endpoints(context: EndpointContext) -> dict[str, Endpoint]:
-    """Return every installed endpoint by its name, without those whose factory returns None.
-
-    Raises:
-        PluginError: An entry point is ambiguous or broken.
-    """
+    """Return every installed endpoint by name, unless its factory returns None. Raises PluginError for a broken one."""
     made = {name: load(ENDPOINTS, name)(context) for name in installed(ENDPOINTS)}
     return {name: endpoint for name, endpoint in made.items() if endpoint is not None}

@@ -27,13 +27,7 @@ _MOVES_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """What happened in one second, or in one step of a timeline.
-
-    Attributes:
-        waits: Calls that shared another rollout's execution.
-        bypasses: Calls whose record serves their own rollout alone.
-        sandboxes: Live sandboxes at the end of the second; in a step of a timeline, the maximum.
-    """
+    """What happened in one second, or in a step of a timeline, which has the maximum of its `sandboxes`."""
 
     at: UtcTime
     hits: int = 0

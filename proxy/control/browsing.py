@@ -20,12 +20,7 @@ _ROLLOUTS_NAMED = 5
 
 
 class NodeBrief(NodeFacts):
-    """A node in one line. It names at most five rollouts.
-
-    Attributes:
-        observations: Number of calls recorded here that did not change the state.
-        standing: Number of running rollouts at this node.
-    """
+    """A node in one line, with at most five names of rollouts and the number of those `standing` here."""
 
     title: str
     observations: int
@@ -33,13 +28,7 @@ class NodeBrief(NodeFacts):
 
 
 class Chain(BaseModel):
-    """A chain: a child node and its only descendants, up to where the tree branches or ends.
-
-    Attributes:
-        nodes: The first `fold` nodes of the chain.
-        last: The last node of the chain, which `nodes` may not contain.
-        below: Totals of the subtree of the first node.
-    """
+    """A chain: a child node and its only descendants, the first `fold` of them in `nodes`, and their `last`."""
 
     nodes: list[NodeBrief]
     length: int
@@ -48,11 +37,7 @@ class Chain(BaseModel):
 
 
 class ChildrenView(Page[Chain]):
-    """One page of a node's children, each with the chain that it begins.
-
-    Attributes:
-        below: Totals of the node's subtree.
-    """
+    """One page of a node's children, each with the chain that it begins; `below` are totals of the subtree."""
 
     task: str
     node: NodeBrief
@@ -60,12 +45,7 @@ class ChildrenView(Page[Chain]):
 
 
 class SearchMatch(BaseModel):
-    """A call that matches a search.
-
-    Attributes:
-        node: The node that it leads to; for an observation the node that it was made at.
-        observation: Whether it did not change the state.
-    """
+    """A call that matches a search, and the node that it leads to; for an observation its own."""
 
     record: int
     node: str

@@ -20,14 +20,7 @@ _MIN_AGE_S = 0.5
 
 @dataclass(slots=True)
 class NodeTotals:
-    """Totals of a node and all of its descendants.
-
-    Attributes:
-        hits: Calls answered from their records.
-        seconds: Seconds that the recorded calls ran.
-        saved_s: Seconds of tool time that the hits saved.
-        rollouts: Running rollouts at these nodes.
-    """
+    """Totals of a node and all of its descendants; `saved_s` is the tool time that hits saved."""
 
     nodes: int = 1
     hits: int = 0

@@ -29,12 +29,7 @@ _SESSIONS = {"mcp": mcp.SESSION.encode(), "e2b": b"e2b-sandbox-id"}
 
 
 class Asked(NamedTuple):
-    """What a request asks for.
-
-    Attributes:
-        meaning: What it means; a call may name another rollout that sent the same.
-        same: Equal for all requests that mean the same and get the same form of an answer; None if that is not known.
-    """
+    """What a request asks for, possibly of another rollout; requests with the same `same` get the same answer."""
 
     meaning: Meaning
     same: Hashable

@@ -172,11 +172,7 @@ class Dialect(Protocol):
     deciding: tuple[bytes, ...] | None = None
 
     def read(self, request: Request) -> Meaning:
-        """Return what a request means.
-
-        Raises:
-            RefusalError: 400 to 422, with what to send instead.
-        """
+        """Return what a request means. Raises RefusalError: 400 to 422, with what to send instead."""
         ...
 
     def answer(self, response: Response, request: Request) -> Response:

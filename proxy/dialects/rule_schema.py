@@ -26,11 +26,7 @@ class RulesError(ValueError):
 
 
 class RuleReply(BaseModel):
-    """A reply of the proxy's own.
-
-    Attributes:
-        body: A JSON value, or a text that is sent as it is.
-    """
+    """A reply of the proxy's own; the body is a JSON value, or a text that is sent as it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,12 +78,7 @@ class Rule(BaseModel):
 
 
 class Rules(BaseModel):
-    """The rules of one dialect. The first rule that fits a request counts; without one, it is a plain HTTP call.
-
-    Attributes:
-        about: What the rules are for.
-        headers: Request headers that are part of the key; None for all except known noise.
-    """
+    """The rules of one dialect: the first that fits counts, else a plain HTTP call. `headers` are in the key."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -26,14 +26,10 @@ class Counters(CallTotals):
     """Totals since this process started. `GET /api/v1/stats` shows the numbers; `StatsView` says what each counts.
 
     Attributes:
-        runs: Answered calls of rollouts with the label `run`.
         hit_s: Seconds from the last byte of a hit's request to its response.
-        replay_s: Seconds that replays of whole suffixes took.
-        freeze_s: Seconds that captures took.
         states: Kept states that were sent to the store of a cluster, and fetched from there.
         hits_refused: Known calls that were executed all the same, by reason: their states had no way back.
         failures: Failures of the infrastructure by kind. Such a call is not recorded.
-        refusals: Requests that could not be served, by problem type.
     """
 
     replayed_calls: int = 0

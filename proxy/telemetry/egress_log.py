@@ -12,12 +12,7 @@ MAX_EVENTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class EgressEvent:
-    """One request of a program in a sandbox.
-
-    Attributes:
-        at: When its call had ended, in seconds since 1970.
-        rollout: Name of the rollout that made the call; None for a replay.
-    """
+    """One request of a program in a sandbox, when its call had ended; no rollout made it in a replay."""
 
     number: int
     at: float

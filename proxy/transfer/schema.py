@@ -20,15 +20,7 @@ _MAX_BYTES = (1 << 63) - 1
 
 
 class BundleManifest(BaseModel):
-    """What a bundle states about itself.
-
-    Attributes:
-        key_version: Version of the call keys in it.
-        root_key: Key of the tree's root state.
-        current: Whether this was the task's own environment.
-        snapshots: How many snapshots follow at most.
-        snapshots_left_out: How many snapshots of the tree could not travel.
-    """
+    """What a bundle states about itself; `current` if it is of the task's own environment."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -46,13 +38,7 @@ class BundleManifest(BaseModel):
 
 
 class NodeLine(BaseModel):
-    """A node. Nodes come in the order of their numbers, and the root has number 0.
-
-    Attributes:
-        exact: Exact digest of its state, as hex; None for a state without digest.
-        content: Content digest of its state, or its witness, as hex; None if it has neither.
-        pinned: Whether its snapshot is kept whatever the budget says.
-    """
+    """A node, in the order of numbers from the root's 0, with digests as hex: exact, and content or witness."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -66,12 +52,9 @@ class RecordLine(BaseModel):
     """A recorded call.
 
     Attributes:
-        source: Number of the node where it was made.
-        seconds: How long the tool ran.
         recorded_at: When it ran, in seconds since the epoch.
         reproducible: Whether it leads to its target again.
         age_s: For how long background processes had been running (`Rollout.age_s`); None if that is not known.
-        upload: Digest of the blob that holds the uploaded bytes; None if there were none.
         cpu_s: What the call used of the machine, as its `ResourceUse`; None if that is not known.
     """
 

@@ -52,15 +52,7 @@ class UnitLine(BaseModel):
 
 
 class StateLine(BaseModel):
-    """The content of a `snapshot`.
-
-    Attributes:
-        kind: What it holds, in the driver's words.
-        payload: What the driver needs to restore it.
-        exact: Exact digest of its state, as hex; None for a state without digest.
-        content: Content digest of its state, as hex; None for a state without digest.
-        cost_s: Seconds that a replay of its state takes.
-    """
+    """The content of a `snapshot`: what its driver needs, digests as hex, and the seconds of a replay."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -43,12 +43,7 @@ _COLUMNS = {200: {"model": TreeColumns}}
 
 
 class TitleView(BaseModel):
-    """A call in one line.
-
-    Attributes:
-        node: The node that it leads to; for an observation the node that it was made at.
-        exit_code: The exit code in the answer; null if the answer has none.
-    """
+    """A call in one line, and the node that it leads to; for an observation its own."""
 
     node: str
     record: int
@@ -86,13 +81,7 @@ class RecordView(BaseModel):
 
 
 class FailuresView(BaseModel):
-    """The failed calls of a tree.
-
-    Attributes:
-        upto: The last record that was examined; pass it as `after` in the next request.
-        nodes: Numbers of the nodes that failed calls led to.
-        reads: Numbers of the nodes at which observations failed.
-    """
+    """The failed calls of a tree and of observations (`reads`) up to a record: `after` of the next request."""
 
     upto: int
     nodes: list[int]
@@ -100,13 +89,7 @@ class FailuresView(BaseModel):
 
 
 class TimingView(BaseModel):
-    """When a call was answered, and where its time went.
-
-    Attributes:
-        answered_at: When the call was answered; null for a call from before the proxy started.
-        wait_s: Seconds of waiting for other calls.
-        restore_s: Seconds of restoring or starting a sandbox.
-    """
+    """When a call was answered (null if before the proxy started), and where its time went."""
 
     answered_at: UtcTime | None
     wait_s: float = 0.0

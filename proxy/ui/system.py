@@ -28,13 +28,7 @@ _examining = asyncio.Lock()
 
 
 class SettingView(BaseModel):
-    """A setting.
-
-    Attributes:
-        name: Its name in a TOML file; `FORKPOINT_` and the name in capitals is its variable.
-        value: Its value; secrets are never shown.
-        usual: Whether it has its default value.
-    """
+    """A setting: `FORKPOINT_` and its name in capitals is its variable. Values of secrets are never shown."""
 
     name: str
     value: Any

@@ -24,12 +24,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """The result of a call as the agent sees it.
-
-    Attributes:
-        stdout: Output of a command; of other calls the body of the response.
-        exit_code: Exit code of a command; None if it timed out, and for other calls.
-    """
+    """The result of a call as the agent sees it; `exit_code` is None if it timed out, or is no command."""
 
     stdout: str
     stderr: str
@@ -48,14 +43,7 @@ class CallId:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """The result of one replayed call: either an answer or an error.
-
-    Attributes:
-        seconds: How long the caller waited, including refused attempts.
-        answer: The answer; None after an error.
-        source: Where the answer came from; None if that is unknown.
-        refusals: How often the proxy refused the call with 429 or 503 before.
-    """
+    """The result of one replayed call: an answer or an error, with the `seconds` of refused attempts (429, 503) too."""
 
     shown: str
     seconds: float
@@ -67,15 +55,7 @@ class ReplayedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """The result of one pass over a workload.
-
-    Attributes:
-        cached: Whether records were used.
-        outcomes: The results of the calls, in the order of the workload.
-        spent: By how much each of `TOTALS` grew.
-        unsent: Number of calls that were not sent because the proxy could not be reached.
-        troubles: Errors outside the calls.
-    """
+    """The result of one pass over a workload; `spent` says by how much each of `TOTALS` grew."""
 
     cached: bool
     wall_s: float

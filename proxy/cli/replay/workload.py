@@ -33,12 +33,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """The request of one recorded call.
-
-    Attributes:
-        index: Position of the call in the rollout, from 0.
-        path: Path below the rollout's URL, with a query if there is one.
-    """
+    """The request of one recorded call, at a position in the rollout from 0, to a path below its URL."""
 
     index: int
     path: str

@@ -15,13 +15,7 @@ _COPY = "Put the files into the image, or copy them in with `docker cp` or `dock
 
 
 class Mounts(NamedTuple):
-    """What a container mounts.
-
-    Attributes:
-        folders: Paths at which a directory of the client's machine would be, each once, in order.
-        memory: Paths of memory file systems. They are directories of the state that all users can write to.
-        read_only: Paths of volumes that the container should only read.
-    """
+    """What a container mounts: volumes, paths of empty `folders`, memory file systems and read-only volumes."""
 
     volumes: tuple[tuple[str, str], ...] = ()
     folders: tuple[str, ...] = ()

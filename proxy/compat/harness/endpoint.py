@@ -28,15 +28,7 @@ _EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "
 
 
 class HarnessRequest(BaseModel):
-    """What a run needs.
-
-    Attributes:
-        upstream: The URL that precedes the targets of the harness's requests.
-        command: What to run in place of the spec's command; None for that.
-        env: Variables beyond those of the spec's harness.
-        parent: The rollout of the same task whose turns this one begins with; None to begin with the harness's start.
-        turn: With a parent: after how many responses this rollout leaves it; None for where the parent is.
-    """
+    """What a run needs; `command` and `env` override the spec's, and `parent` and `turn` say where it begins."""
 
     model_config = ConfigDict(extra="forbid")
 

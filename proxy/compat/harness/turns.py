@@ -42,12 +42,7 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Path:
-    """The turns from the root to a node.
-
-    Attributes:
-        turns: How many responses the harness has had; -1 before it is started.
-        exit: Its exit code and the end of what it has printed; None while it runs.
-    """
+    """The turns from the root to a node; `turns` is -1 before the start, and `exit` None while it runs."""
 
     turns: int = -1
     waiting: list[dict[str, Any]] = field(default_factory=list)

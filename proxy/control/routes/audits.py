@@ -43,12 +43,7 @@ class Bound(BaseModel):
 
 
 class Finding(BaseModel):
-    """A recorded call that an audit could not repeat.
-
-    Attributes:
-        node: The node that it was made at.
-        quarantined: Whether the record answers no calls any more.
-    """
+    """A recorded call that an audit could not repeat; in quarantine it answers no calls any more."""
 
     record: int
     node: NodeName
@@ -76,13 +71,7 @@ class AuditProgress(BaseModel):
 
 
 class AuditView(BaseModel):
-    """The results of all audits of a tree.
-
-    Attributes:
-        masks: Noise that comparisons ignore, in all trees of the task.
-        quarantine: Whether records that differ are quarantined.
-        running: The audit that runs now; null if none does.
-    """
+    """The results of all audits of a tree; the masks hold for all trees of the task."""
 
     task: str
     root: NodeName
