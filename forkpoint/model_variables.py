@@ -20,10 +20,7 @@ _INSIDE = "forkpoint"
 
 @dataclass(frozen=True, slots=True)
 class ModelVariables:
-    """Where the model of an agent is: its URL without the version, headers with its key, and variables with none.
-
-    The variables have `{model}` in place of the URL.
-    """
+    """Where the model of an agent is: its URL, headers with its key, and variables with `{model}` for the URL."""
 
     upstream: str
     headers: Mapping[str, str]

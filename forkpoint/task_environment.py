@@ -30,8 +30,7 @@ def environment_of(
     """Return the spec of a task's `environment`, directory and table of task.toml; build its images.
 
     With `force_build` the Dockerfile counts where the table names an image, too. `variables` are what the harness sets
-    for compose files. `build` is None for Docker or buildah. Raises ComposeFileError if no sandbox can be this
-    environment.
+    for compose files. `build` is None for Docker or buildah. Raises ComposeFileError.
     """
     if table.get("gpus"):
         raise ComposeFileError(Reason.DEVICES, "The task needs GPUs (gpus), and a sandbox has no devices.")

@@ -75,10 +75,7 @@ class StepTracker:
         self._labels = dict(client.labels if labels is None else labels)
 
     def log(self, step: int) -> dict[str, float]:
-        """Log the figures of a step, and return them; empty without calls of such rollouts.
-
-        A proxy that does not answer is logged as a warning. It does not end the training.
-        """
+        """Log the figures of a step, and return them, if there are any. A proxy that does not answer is a warning."""
         try:
             total = self._client.report(by=self._by, labels={**self._labels, self._by: step}).total
         except (ForkpointError, UnreachableError) as error:

@@ -48,11 +48,7 @@ def build(
     joined: "Joined | None" = None,
     share: Share | None = None,
 ) -> DataPlane:
-    """Return the whole application. The engine opens and closes with its lifespan.
-
-    The drivers are by name (None creates those of the settings), and `share` are the tasks of this worker (None for
-    all).
-    """
+    """Return the whole application, whose engine opens and closes with its lifespan; None creates the drivers."""
     if joined is not None:
         from proxy.cluster.start import member_of  # noqa: PLC0415 - psycopg is optional
 
@@ -78,9 +74,8 @@ class StartError(RuntimeError):
 def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; the calls in flight are answered first.
 
-    `inherited` is the descriptor of a socket that the parent process listens on; None makes one. `left_out` has a
-    sentence for each driver that cannot run here. Raises StartError if the socket, the data directory or a driver
-    cannot be used.
+    `inherited` is the descriptor of a socket that the parent process listens on. `left_out` has a sentence for each
+    driver that cannot run here. Raises StartError if the socket, the data directory or a driver cannot be used.
     """
     setup(settings.log_level, json=settings.log == "json")
     listener = _listen(settings) if inherited is None else _inherit(inherited)

@@ -140,7 +140,7 @@ class Engine:
             self.gate.edits.changed(tree, [node])
 
     async def open(self) -> None:
-        """Read back what earlier processes left, remove what a kill left half-done, and start the background work.
+        """Read back what earlier processes left, remove what a kill left half-done, start the background work.
 
         Raises StoreError, SandboxError or OSError if the data directory or this machine cannot be used.
         """

@@ -39,10 +39,7 @@ class NodeProxy(ProxyState):
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """Be a driver of a running Ray cluster within the block. Raises RayError if no cluster answers there.
-
-    The address "auto" is that in RAY_ADDRESS, or the cluster that runs on this machine.
-    """
+    """Be a driver of the Ray cluster of RAY_ADDRESS or this machine ("auto") in the block. Raises RayError."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -121,10 +118,7 @@ def nodes() -> list[NodeProxy]:
 
 
 def base_url(within_s: float = 60.0) -> str:
-    """Return the base URL of the proxy on the node of this worker or driver; it stays the same.
-
-    A node that has just joined gets `within_s`. Raises RayError if Ray is not initialised, or this node has no proxy.
-    """
+    """Return the base URL of the proxy on this node, which gets `within_s` if it has just joined. Raises RayError."""
     _require_ray()
     node = ray.get_runtime_context().get_node_id()
     deadline = time.monotonic() + within_s

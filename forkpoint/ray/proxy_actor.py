@@ -195,8 +195,7 @@ def _take_place(plan: ProxyPlan, stopped: threading.Event) -> _Place:
 
     The name is the host's. Actors of further nodes on the same machine get the next names and ports. The kernel
     releases a directory when its actor dies, so the next actor gets the same name, port and data. It waits for the
-    proxy of that actor, which may still answer its last calls. Raises SandboxError if directory or port cannot be used,
-    or this actor was stopped while it waited, and OSError if the directory cannot be made.
+    proxy of that actor, which may still answer its last calls. Raises SandboxError or OSError.
     """
     base = _base_directory(plan)
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:58]

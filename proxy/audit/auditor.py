@@ -101,10 +101,9 @@ class Auditor:
     ) -> None:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
-        `busy` returns how many calls of rollouts are in flight, and `find` a tree by its number, if it is in memory.
-        Only trees that `roots` knows as current are audited. A `share` of the hits, from 0 to 1, is checked in the
-        background. With `quarantine`, the calls that differ run again for every rollout. The gate is None without a
-        cluster.
+        `busy` counts the calls of rollouts in flight, and `find` returns a tree in memory by its number. A `share` of
+        the hits, from 0 to 1, is checked in the background. With `quarantine`, the calls that differ run again for
+        every rollout.
         """
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots
@@ -121,8 +120,7 @@ class Auditor:
     ) -> Tally:
         """Start to check a sample, drawn by a seed, of the calls below the node `top` that were recorded `before`.
 
-        A sample of None checks all. The returned tally grows. Raises RefusalError (409) if an audit of the tree is
-        running.
+        A sample of None checks all. The returned tally grows. Raises RefusalError (409) if an audit of the tree runs.
         """
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")

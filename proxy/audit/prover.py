@@ -44,11 +44,7 @@ class Prover:
         evict: Callable[[], Awaitable[int]],
         busy: Callable[[], int],
     ) -> None:
-        """Create a prover that does nothing until a budget is exceeded.
-
-        `snapshots` and `find` return None for what is gone. `evict` evicts what has been proven. `busy` counts calls in
-        flight.
-        """
+        """Create a prover that does nothing until a budget is exceeded; `busy` counts calls in flight."""
         self._restorer, self._cache, self._snapshots, self._find = restorer, cache, snapshots, find
         self._evict, self._busy = evict, busy
         self._failures: Counter[str] = Counter()

@@ -90,7 +90,7 @@ class Reader:
         return CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
-        """Return a page of the calls of a rollout as the store has it, by turn. O(1) in the size of the tree.
+        """Return a page of the calls of a rollout as the store has it, by turn.
 
         A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
         """

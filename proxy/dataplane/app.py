@@ -105,10 +105,7 @@ class DataPlane:
                 await self._report(scope, error, exchange)
 
     def known(self, scope: Scope, body: bytes | bytearray) -> bytes | None:
-        """Return the whole HTTP response to a call that the tree knows, and take its step; None otherwise.
-
-        Malformed requests and errors also return None: the regular path reports them.
-        """
+        """Return the whole HTTP response to a call that the tree knows, and take its step; None otherwise."""
         # The grant is in the scope from here on: the look-ups below may rely on it, as the regular path does.
         if self._authorise(scope) is not None:
             return None

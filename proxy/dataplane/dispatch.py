@@ -177,8 +177,7 @@ class Dispatch:
     async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
         """Answer a call whose answer is the same in all states of a task, such as a list of tools.
 
-        The call runs once, in a rollout of its own whose name no URL can have, so that calls do not wait for one
-        another.
+        The call runs once, in a rollout of its own, whose name no URL can have: calls do not wait for one another.
         """
         engine = self._engine
         if call.existing:

@@ -19,8 +19,7 @@ _RESET = struct.pack("ii", 1, 0)
 def split_request(reader: RequestReader, held: bytes, body_at: int | None) -> tuple[bytes, bytes] | None:
     """Return the body of a connection's only request, and what came behind it; None if it is not complete.
 
-    In `held` the body begins at `body_at`, for a request that asks for an upgrade; None for others, as Docker's client
-    sends both.
+    In `held` the body begins at `body_at`, for a request that asks for an upgrade; None for others.
     """
     if body_at is None:
         return (reader.body, b"") if reader.ended == reader.begun else None

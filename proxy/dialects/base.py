@@ -62,10 +62,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A reply of the proxy's own, which changes no rollout.
-
-    `within` names the rollout that must be running, because only the proxy gives such names; empty for none.
-    """
+    """A reply of the proxy's own, which changes no rollout; the one named `within`, if any, must run."""
 
     status: int
     body: bytes = b""

@@ -76,10 +76,9 @@ _TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
 
 
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    """Return the call of a request to the sql endpoint, with defaults filled in, so that they make one call.
+    """Return the call of a request to the sql endpoint, with defaults filled in. Raises RefusalError (4xx).
 
-    Statements that differ only in whitespace and comments become one (`canonical_statement`). Raises RefusalError (400,
-    404, 405, 413 or 422), with what to send instead.
+    Statements that differ only in whitespace and comments become one (`canonical_statement`).
     """
     if not spec.databases:
         raise RefusalError(

@@ -34,8 +34,8 @@ class LastWays:
     async def close(self, slots: Iterable[Slot], *, within_s: float, even_unkept: bool = False) -> int:
         """Close idle sandboxes, after freezing those that are the last known way; return how many were closed.
 
-        The freezes may take `within_s` together. Sandboxes whose states were not frozen are closed only with
-        `even_unkept`.
+        The freezes may take `within_s` together; with `even_unkept`, sandboxes whose states were not frozen are closed
+        too.
         """
         positions, kept = {slot: slot.position for slot in slots}, set()
         with contextlib.suppress(TimeoutError):

@@ -49,10 +49,7 @@ class Rollouts:
     def begin(
         self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
     ) -> Rollout:
-        """Begin a rollout at a node, with the digest of a token that stands for it.
-
-        Raises RefusalError (409) if one of this name is running, or its position is lost.
-        """
+        """Begin a rollout at a node, with its token's digest. Raises RefusalError (409) if it runs, or is lost."""
         self.require_position(task.name, name)
         if name in task.rollouts:
             raise RefusalError(

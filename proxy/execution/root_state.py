@@ -50,8 +50,7 @@ def driver_of(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> Driver:
 async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources: SourceRules) -> str:
     """Return the key of the tree that a spec means now; the content that the spec refers to may have changed.
 
-    Raises SpecError if the driver is not turned on, or something that the spec refers to cannot be used, and
-    ForbiddenSourceError if the spec must not reach it.
+    Raises SpecError if the driver or something that the spec refers to cannot be used, or ForbiddenSourceError.
     """
     driver = driver_of(drivers, spec)
     # In a thread: a path may be on a slow network disk.
@@ -75,8 +74,7 @@ class _Look:
 class RootChanges:
     """Knows which trees are *current*: their root state is what their spec means now.
 
-    New rollouts begin in current trees only. A rollout in another tree goes on there, and shares its calls with no
-    other.
+    New rollouts begin in current trees only. A rollout in another tree goes on there, without sharing its calls.
     """
 
     def __init__(self, drivers: Mapping[str, Driver], sources: SourceRules, counts: Counters) -> None:
@@ -90,11 +88,10 @@ class RootChanges:
         return await tree_key(self._drivers, spec, self._sources)
 
     async def is_current(self, tree: Tree, *, patience_s: float | None = None) -> bool:
-        """Return whether a tree's root state is what its spec means now.
+        """Return whether a tree's root state is what its spec means now. Raises SpecError or SandboxError.
 
         `patience_s` limits the look at sources that the driver does not watch (None: no limit); until it ends, the
-        result of the one before counts. 0 begins none. Raises SpecError if the spec cannot be used any more, else
-        SandboxError.
+        result of the one before counts. 0 begins none.
         """
         driver, look = driver_of(self._drivers, tree.spec), self._looks.get(tree.id)
         if fulfils(driver, WatchingDriver):

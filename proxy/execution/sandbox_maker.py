@@ -94,7 +94,7 @@ class SandboxMaker:
         """Take the snapshot of a tree's root, in a sandbox that has just started.
 
         A call that leads back to the root merges by its digest. Raises RootLostError if it is another state than the
-        tree was recorded on; a set-up with random names or times is then run again.
+        tree was recorded on: a set-up with random names or times is then run again.
         """
         recorded = tree.root.state
         try:

@@ -50,8 +50,7 @@ class SnapshotValue:
     ) -> None:
         """Value the snapshots of a cache. `stored` returns a tree's nodes with running rollouts, in memory or not.
 
-        `save_set_aside` saves the nodes whose snapshots are given up; None where only `has_way_back` records answer
-        calls.
+        `save_set_aside` saves nodes whose snapshots are given up; None where only records with a way back answer calls.
         """
         self._cache, self._counts, self._walkers, self._trees = cache, counts, walkers, trees
         self._stored, self._save_set_aside = stored, save_set_aside

@@ -42,8 +42,7 @@ class Tasks:
         """Create an empty registry. Tasks that were given no environment have the default one.
 
         `runs_images` says whether the image that a client names is run. If not, `any_image` says that an image means
-        the default environment, instead of an error. The gate is None without a cluster, and the share None for all
-        tasks.
+        the default environment, instead of an error. `share` is None for all tasks.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
         self._default_spec, self._roots, self._gate = default_spec, roots, gate
@@ -106,10 +105,7 @@ class Tasks:
         return EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else self._default_spec
 
     async def put(self, name: str, spec: EnvironmentSpec) -> tuple[Task, bool]:
-        """Give a task an environment; return the task and whether it is new. Running rollouts stay in their tree.
-
-        Raises SpecError if the spec names something that cannot be used; the task is unchanged then.
-        """
+        """Give a task an environment, for new rollouts, or raise SpecError; return it and whether it is new."""
         self._require(name)
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
@@ -184,7 +180,7 @@ class Tasks:
     async def rollout(self, task_name: str, name: str, labels: Labels | None = None) -> Rollout:
         """Return the running rollout of this name; a new one begins at the root of its task's tree.
 
-        Raises RefusalError (409) if the rollout runs but its position is lost. `running` raises it too.
+        Raises RefusalError (409), as `running` does, if the rollout runs but its position is lost.
         """
         rollout = self.rollouts.running.get((task_name, name))
         if rollout is None:
@@ -208,10 +204,7 @@ class Tasks:
             return self.admit(task.name, None if known.origin is None else known.spec, key)
 
     async def renew(self, rollout: Rollout) -> bool:
-        """Move a rollout without calls to the tree that its environment means now; return whether there is one.
-
-        Its root state cannot be started any more, and it has seen nothing of it.
-        """
+        """Move a rollout that has seen nothing of its root state, now lost, to today's tree; return if there is one."""
         task = self._tasks.get(rollout.task)
         if task is None or rollout.calls or rollout.node is not rollout.tree.root:
             return False
@@ -245,8 +238,7 @@ class Tasks:
         """Return the running rollout of this name, or begin one: at the node of a running parent, or at the root.
 
         `environment` is the client's, with a tree of its own; None for the task's, or with a parent. Raises
-        RefusalError if there is no such parent or image (404) or environment (400), and SpecError if something it names
-        cannot be used.
+        RefusalError if there is no such parent or image (404) or environment (400), and SpecError.
         """
         if parent:
             task = await self.open(task_name)

@@ -52,8 +52,7 @@ class Exchange:
     async def until(self, running: "asyncio.Future[Answer]", call: Call) -> Answer:
         """Return the answer of a running call; meanwhile send comments, and watch for a client that hangs up.
 
-        That cancels a call only if its dialect says so (`Call.hangup`). Otherwise its record is there for the next
-        client.
+        That cancels a call only if its dialect says so (`Call.hangup`); else its record is there for the next one.
         """
         if self.events is None:
             return await asyncio.shield(running)
@@ -98,7 +97,7 @@ class Exchange:
     ) -> None:
         """Send a response with status 200 and no length piece by piece, until it ends or the client disconnects.
 
-        If `content` fails, its error is raised, and the response stays without its end, so that no client takes it for
+        If `content` fails, its error is raised, and the response stays without its end, so that no client takes it as
         whole.
         """
         self._is_streamed = True

@@ -143,8 +143,7 @@ class StoreDatabase:
     def transaction(self, *, durable: bool = False) -> Iterator[Execute]:
         """Run the block in one transaction, which executes statements through the function that it gets.
 
-        A durable commit waits for the disk whatever `sync` says; all earlier commits are on it then too. Raises
-        StoreError.
+        A durable commit, and all earlier ones, are on the disk afterwards, whatever `sync` says. Raises StoreError.
         """
         execute = self._connection.execute
         try:

@@ -80,8 +80,8 @@ class Journal:
     ) -> None:
         """Create a journal that is not open yet; with `sync`, a step survives a loss of power.
 
-        `fold` writes steps to the store. `store` takes what earlier processes left. `marks` keeps which segments there
-        must be.
+        `fold` writes steps to the store, which takes what earlier processes left; `marks` name the segments that must
+        be.
         """
         self._directory, self._fold, self._sync = directory, fold, sync
         self._store, self._marks = store, marks

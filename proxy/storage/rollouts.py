@@ -105,8 +105,7 @@ class RolloutStore:
     ) -> list[dict[str, Any]]:
         """Return a task's rollouts, each with the root of its tree, the oldest first. Fold the journal before.
 
-        Rollouts that the proxy began for itself, to ask a server for its lists, are not among them. A limit of -1 is
-        none.
+        Those that the proxy began for itself, to ask a server for its lists, are not among them. A limit of -1 is none.
         """
         sql = f"SELECT {SHOWN} FROM rollouts r WHERE task = :task AND {OF_AGENTS}"
         sql += " AND name = :name" if name is not None else ""

@@ -140,10 +140,7 @@ class ForeignDatabaseError(ValueError):
 
 
 def version_of(tables: "sqlite_utils.Database") -> int | None:
-    """Return the version of a file's tables; None if it is empty, or its creation was killed.
-
-    Raises ForeignDatabaseError if the file holds something other than a store of this or of an older version.
-    """
+    """Return a file's version, or None if it is empty or unfinished. Raises ForeignDatabaseError for other files."""
     names = set(tables.table_names())
     if not names:
         return None

@@ -65,8 +65,7 @@ def restore(
     """Make a data directory, which must be empty, of a backup that is checked first. Blocking.
 
     `advance` is called with the bytes read since the last call. `workers` divide the directory; None for as many as the
-    backup's. Raises StoreError if the directory is in use or not empty, or the file is no backup, damaged, or of a
-    newer version, and OSError if the file cannot be read.
+    backup's. Raises StoreError if the directory or the file is not fit for it, and OSError if the file cannot be read.
     """
     with file.open("rb") as reading:
         is_bundle = reading.peek(8).startswith(b"manifest")

@@ -34,8 +34,7 @@ def numbers_of_states(file: Path) -> tuple[int, int]:
 def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -> Iterator[Path]:
     """Yield a file with the backup of each worker, in their order. Each is removed before the next one.
 
-    `advance` is called with the bytes read since the last call. Raises BundleError if the backup is damaged, or
-    OSError.
+    `advance` is called with the bytes read since the last call. Raises BundleError or OSError.
     """
     part_file, number, workers = drafts / "part", -1, 0
     with file.open("rb") as reading:

@@ -92,8 +92,8 @@ class TransferService:
     ) -> Iterator[bytes]:
         """Yield the bytes of a tree's bundle with these states. Blocking: the caller iterates in threads.
 
-        With `recordings`, recorded responses of hosts travel too. Other tasks of an equal environment may have
-        requested them.
+        Its recorded responses of hosts travel with `recordings`: other tasks may have requested them, if environments
+        are equal.
         """
         exported = states or ExportedStates()
         if recordings:
@@ -176,7 +176,7 @@ class TransferService:
 
         The tree of another environment than the task's leaves it unchanged, and serves rollouts that ask for the other
         one. `confine` returns the environment as its importer may have it. Raises RefusalError: 409 if the task has
-        calls, or the root state differs here; 413 if the file is too large; 422 if it is damaged or no bundle.
+        calls, or the root state differs; 413 if the file is too large; 422 if it is damaged.
         """
         async with self._importing:
             name = secrets.token_hex(8)

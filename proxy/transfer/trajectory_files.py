@@ -69,8 +69,8 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> None:
     """Write a response of `GET …/trajectories` to a file or a new directory, which appears when it is complete.
 
-    A format of None is the one that the name asks for. Raises TrajectoryFileError if the format is not known, pyarrow
-    is missing, or the directory exists, and OSError if the file cannot be written.
+    Without a format the name says it. Raises TrajectoryFileError if it cannot be used, or OSError if it cannot be
+    written.
     """
     chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
         "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,

@@ -42,10 +42,7 @@ def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
 
 
 def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
-    """Return whether an answer holds for a rollout at this monotonic time, as far as the age of processes goes.
-
-    Without a record at the rollout's node, anything may be recorded.
-    """
+    """Return whether an answer holds for a rollout now, by the age of processes; without a record, any does."""
     if record is None or record.source.state is not None or record.source.still or record.age_s == math.inf:
         return True
     return agree(rollout.age_s(now), record.age_s)

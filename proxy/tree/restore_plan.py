@@ -90,8 +90,7 @@ def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> boo
     proven. Beside live processes a proof is not needed where the driver could not save them, or the call left nothing
     random (`tree.doubtful`): without checkpoints, no state behind a server could be shared otherwise. Live processes in
     the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. `stored` are
-    the numbers of nodes whose states a store has that members of a cluster share. O(1) where states are kept, else
-    O(calls since the last kept state).
+    the numbers of nodes whose states a store has that members of a cluster share.
     """
     node = record.target
     if node is record.source or tree.spec.driver in OUTSIDE_DRIVERS:

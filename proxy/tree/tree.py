@@ -189,10 +189,7 @@ class Tree:
         self._index(self.root)
 
     def forget(self, node: Node) -> tuple[list[Node], list[Record]]:
-        """Remove a node, not the root (ValueError), and all that came from it, with every record that leads there.
-
-        Returns the removed nodes, which are detached, and the removed records.
-        """
+        """Remove a node, not the root, with all that came from it and every record that leads there; return them."""
         if node is self.root:
             raise ValueError("the root cannot be forgotten; delete the task instead")
         gone = self.closure(node)
@@ -212,8 +209,7 @@ class Tree:
     def set_aside(self, record: Record, why: str) -> list[Node]:
         """Answer no more calls from a record, because its target cannot be rebuilt. People are shown why.
 
-        Returns the target and all nodes that came from it: marked as diverged, and kept for the rollouts that are
-        there.
+        Returns the target and all nodes that came from it: marked as diverged, and kept for rollouts that are there.
         """
         lost = sorted(self._offspring(record.target), key=lambda n: n.id)
         for node in lost:

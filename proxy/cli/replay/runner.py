@@ -109,11 +109,7 @@ def _pairs(workload: Workload) -> Iterator[tuple[RecordedTask, RecordedRollout]]
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """A pass over a workload that is in progress.
-
-    `connect` makes a client for each concurrent rollout: choosing a connection of a shared one distorts the measured
-    times.
-    """
+    """A pass over a workload that is in progress, with a client for each rollout: a shared one would distort times."""
 
     connect: Callable[[], httpx.AsyncClient]
     names: ReplayNames
@@ -171,10 +167,7 @@ class _Replay:
 
 
 async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *, patience_s: float) -> ReplayedCall:
-    """Make one call, which is retried while the proxy is overloaded.
-
-    An attempt may take `patience_s` beyond the call's own timeout. Raises httpx.TransportError without an answer.
-    """
+    """Make one call, retried while the proxy is overloaded, or raise httpx.TransportError."""
     own_s = request.arguments.get("timeout_s") if isinstance(request.arguments, dict) else None
     timeout_s = patience_s + own_s if isinstance(own_s, int | float) else patience_s
     body, headers = b"", dict(request.headers)

@@ -89,8 +89,7 @@ class ContainerLifecycle:
     async def rollout_of(self, container: Container) -> Rollout:
         """Return the rollout of a container.
 
-        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. The container
-        then ends.
+        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. Then it ends.
         """
         try:
             return await self._registry.require_rollout(container)

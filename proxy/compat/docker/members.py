@@ -58,8 +58,7 @@ def member(
     """Return what the parsed create request of a container means, with the defaults of its image (`config`).
 
     `volumes` maps clients' names of volumes to the spec's. `running` names the members that run already: Compose 1 does
-    not say what depends on what, but creates a container when what it depends on has started. Raises RefusalError
-    (400).
+    not say what depends on what, but starts that first. Raises RefusalError (400).
     """
     body, labels = spec.body, spec.body.get("Labels") or {}
     host = body.get("HostConfig") or {}

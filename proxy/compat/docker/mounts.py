@@ -28,10 +28,7 @@ class Mounts(NamedTuple):
 
 
 def mounts_of(host: Mapping[str, Any]) -> Mounts:
-    """Return what `HostConfig` mounts, without anonymous volumes, which are directories of their container.
-
-    Raises RefusalError (400) for what an empty directory cannot stand for.
-    """
+    """Return what `HostConfig` mounts, without anonymous volumes. Raises RefusalError (400) for what it cannot."""
     volumes, folders, read_only_paths = list[tuple[str, str]](), set[str](), list[str]()
     for source, target, read_only in _entries(host):
         if "/" not in source and source not in {".", ".."}:

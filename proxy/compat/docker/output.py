@@ -50,11 +50,7 @@ class OutputListener:
         started: Callable[[], None] | None = None,
         disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Create a listener; `started` is called when the process runs.
-
-        The process is detached once `disconnected` returns, because the client that started it is gone; None: no client
-        is.
-        """
+        """Create a listener; it detaches the process once `disconnected`, if given, returns: its client is gone."""
         self.sinks, self._started, self._disconnected = sinks, started, disconnected
         self._detach = asyncio.Event()
         self.output = Frames()  # The output so far, for clients that attach later.

@@ -263,10 +263,7 @@ class ExecSpec:
 
 
 def exec_spec(body: Mapping[str, Any], user: str, service: str = "") -> ExecSpec:
-    """Parse a request to create an exec instance in a container or a side service, with its user.
-
-    Raises RefusalError (400) if the request names no command.
-    """
+    """Parse a request to create an exec in a container or side service. Raises RefusalError (400) without command."""
     argv = _arguments(body, "Cmd")
     if not argv or not argv[0]:
         raise RefusalError(400, "docker", "No exec command specified")

@@ -122,10 +122,7 @@ class OutputFollower:
     def deliver_start(
         self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, sent_bytes: int = 0
     ) -> ProcessChange:
-        """Send the recorded result of a start, beyond `sent_bytes`; follow the process if it still runs.
-
-        Returns END, or DETACH if the process runs in the background.
-        """
+        """Send the recorded result of a start, beyond `sent_bytes`; return END, or DETACH and follow the process."""
         result = self._engine.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))

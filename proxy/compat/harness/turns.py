@@ -62,19 +62,13 @@ class Path:
 
 
 def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tuple[ToolCall, CallKey]:
-    """Return the call, with its key, that starts the harness, or lets it go on because it waits for no response.
-
-    `begin` has a command and variables in place of the spec's, with which it is another call.
-    """
+    """Return the call, with its key, that starts the harness, with what `begin` overrides, or lets it go on."""
     call = ToolCall(ENDPOINT, "start", begin or {}) if path.turns < 0 else ToolCall(ENDPOINT, "wait", {})
     return call, call_key(call)
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call, with its key, that delivers a response to the oldest request of its kind.
-
-    Raises UncanonicalArgumentsError if the response has no canonical form.
-    """
+    """Return the call, with its key, that delivers a response to its request. Raises UncanonicalArgumentsError."""
     request = path.waiting_for(response.asked)
     common = {"connection": request["connection"], "others": len(path.waiting) > 1, "status": response.status}
     headers, same = [["content-type", response.media_type]], canonical(response)

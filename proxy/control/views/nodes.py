@@ -41,8 +41,7 @@ class CallView(BaseModel):
 class ResourcesView(BaseModel):
     """What the execution of a call used of the machine; null is what is not known.
 
-    All that ran in the call's sandbox meanwhile is counted, background processes too; the peak has cached pages of
-    files.
+    All that ran in its sandbox meanwhile is counted, background processes too, and cached pages of files in the peak.
     """
 
     cpu_s: float | None
