@@ -100,7 +100,7 @@ def _add_path(result: Mounted, name: str, mount: Mount, target: str, folder: Pat
     if found.is_dir() and not any(found.iterdir()):
         result.folders.add(target)
         return
-    for file in [found, *(sorted(_below(found)) if found.is_dir() else ())]:
+    for file in [found, *(sorted(below(found)) if found.is_dir() else ())]:
         if not file.resolve().is_relative_to(folder.resolve()):
             raise _refused(name, mount, "it is not in the directory of the compose file")
         path = target if file == found else f"{target}/{file.relative_to(found)}"
@@ -127,7 +127,8 @@ def _add_file(result: Mounted, name: str, mount: Mount, file: Path, path: str) -
         result.programs.add(path)
 
 
-def _below(folder: Path) -> Iterable[Path]:
+def below(folder: Path) -> Iterable[Path]:
+    """Yield all that is below a directory. Links are not followed."""
     for at, folders, names in os.walk(folder):
         yield from (Path(at, name) for name in (*folders, *names))
 

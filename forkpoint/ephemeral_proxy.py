@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+
+from sandboxes import IMPORT_ROOT
 
 READY_S = 60.0
 """The proxy must be ready within this time."""
@@ -65,7 +66,7 @@ def _served(data: Path, log: Path, variables: dict[str, str]) -> Iterator[Epheme
         process = subprocess.Popen(  # noqa: S603 - our own module
             command,
             # From here `-m` imports this package, whatever the caller's directory contains.
-            cwd=_package_directory(),
+            cwd=IMPORT_ROOT,
             # A token in the environment belongs to another proxy; this proxy listens on loopback only.
             env={name: value for name, value in os.environ.items() if name not in _TOKENS} | variables,
             stdin=subprocess.DEVNULL,
@@ -79,14 +80,6 @@ def _served(data: Path, log: Path, variables: dict[str, str]) -> Iterator[Epheme
         yield proxy
     finally:
         _stop(process, log)
-
-
-def _package_directory() -> Path:
-    """Return the directory that has the package `forkpoint`: the repository, or the packages of an installation."""
-    spec = find_spec("forkpoint")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[1]
 
 
 def as_variables(settings: Mapping[str, object]) -> dict[str, str]:

@@ -9,12 +9,13 @@ import shutil
 import stat
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from forkpoint.compose_errors import ComposeFileError, Reason
+from forkpoint.compose_mounts import below
 
 REPOSITORY = "forkpoint-build"
 """The name of all images that are built here; the tag says what of."""
@@ -140,7 +141,7 @@ def _digest(build: _Build) -> str:
     digest = sha256()
     for part in (build.dockerfile, repr(sorted(build.args.items())).encode(), build.target.encode()):
         digest.update(b"%d\0%s" % (len(part), part))
-    for path in sorted(_below(build.context)):
+    for path in sorted(below(build.context)):
         status = path.lstat()
         digest.update(f"{path.relative_to(build.context)}\0{status.st_mode:o}\0".encode(errors="surrogateescape"))
         if stat.S_ISLNK(status.st_mode):
@@ -151,8 +152,3 @@ def _digest(build: _Build) -> str:
                 while piece := opened.read(_READ_BYTES):
                     digest.update(piece)
     return digest.hexdigest()
-
-
-def _below(folder: Path) -> Iterable[Path]:
-    for at, folders, names in os.walk(folder):
-        yield from (Path(at, name) for name in (*folders, *names))

@@ -26,7 +26,7 @@ from proxy.compat.docker.containers import Container, ContainerChange, Container
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import FAILED_EXIT_CODE, ContainerExecs, require_running
 from proxy.compat.docker.members import OUTPUT
-from proxy.compat.docker.output import OutputListener, OutputSink, client_output
+from proxy.compat.docker.output import OutputListener, OutputSink, client_output, first_of
 from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import KILLED_EXIT_CODE, ContainerActivity, ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
@@ -37,7 +37,7 @@ from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, ending, output
-from sandboxes.task_owner import TaskOwner, start
+from sandboxes.task_owner import TaskOwner
 
 _FRAMES = (("content-type", "application/vnd.docker.multiplexed-stream"),)
 _RAW = (("content-type", "application/vnd.docker.raw-stream"),)
@@ -345,12 +345,7 @@ class ContainerLifecycle:
 
     async def _first_of(self, *events: Coroutine[Any, Any, object]) -> None:
         """Wait for the first of these events, or for the proxy's shutdown."""
-        waiting = {start(event) for event in (*events, self._closing.wait())}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        await first_of(*events, self._closing.wait())
 
 
 def _streams(request: DockerRequest) -> frozenset[int]:

@@ -76,14 +76,7 @@ class OutputListener:
     async def detached(self) -> None:
         """Return once the client has disconnected or `detach` was called."""
         # Two events detach: a service's request, and the loss of the client that waits.
-        waiting: set[asyncio.Task[Any]] = {start(self._detach.wait())}
-        if self._disconnected is not None:
-            waiting.add(start(self._disconnected()))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        await first_of(self._detach.wait(), *([] if self._disconnected is None else [self._disconnected()]))
 
     def detach(self) -> None:
         """Let the process continue in the background, so that the rollout's next call does not wait for it."""
@@ -98,3 +91,13 @@ def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
         return output
     note = b"\n[forkpoint: killed: it ran for longer than the task's limits.timeout_s]\n"
     return output + (note if tty else frame(ERR, note))
+
+
+async def first_of(*events: Coroutine[Any, Any, object]) -> None:
+    """Wait for the first of these events, and cancel the others."""
+    waiting = {start(event) for event in events}
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -30,7 +30,7 @@ class FileFacts(BaseModel):
 
     Attributes:
         mode: Permission bits in octal, as `chmod` takes them.
-        size_bytes: Size of a regular file.
+        size_bytes: Size of a regular file; 0 for others.
         target: Where a symbolic link points; null for other kinds.
     """
 
@@ -154,7 +154,8 @@ def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool =
     change: Literal["added", "removed", "changed"] = "changed"
     if before.kind == "gone" or after.kind == "gone":
         change = "added" if before.kind == "gone" else "removed"
-    view = FileChange(path=_printable(path), change=change, before=_facts(before), after=_facts(after))
+    facts = [None if entry.kind == "gone" else FileFacts(**file_facts(entry)) for entry in (before, after)]
+    view = FileChange(path=json_text(path), change=change, before=facts[0], after=facts[1])
     sides = [entry for entry in (before, after) if entry.kind == "file"]
     if not sides or (len(sides) == 2 and before.content is not None and before.content == after.content):
         return view
@@ -171,7 +172,7 @@ def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool =
     unified = "".join(_with_end(line) for line in difflib.unified_diff(lines[0], lines[1], f"a{path}", f"b{path}"))
     if len(unified) > _DIFF_CHARS:
         unified = unified[:_DIFF_CHARS] + "\n[…]\n"
-    return view.model_copy(update={"diff": _printable(unified)})
+    return view.model_copy(update={"diff": json_text(unified)})
 
 
 def _with_end(line: str) -> str:
@@ -187,17 +188,17 @@ def _text(content: bytes) -> str | None:
         return None
 
 
-def _facts(entry: FileEntry) -> FileFacts | None:
-    if entry.kind == "gone":
-        return None
-    target = None if entry.target is None else _printable(entry.target)
+def file_facts(entry: FileEntry) -> dict[str, Any]:
+    """Return the members of a `FileFacts`."""
+    target = None if entry.target is None else json_text(entry.target)
     mode = f"{stat.S_IMODE(entry.mode):04o}"
-    return FileFacts(
-        kind=entry.kind, mode=mode, uid=entry.uid, gid=entry.gid, size_bytes=entry.size_bytes, target=target
-    )
+    return {
+        "kind": entry.kind, "mode": mode, "uid": entry.uid, "gid": entry.gid, "size_bytes": entry.size_bytes,
+        "target": target,
+    }  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def json_text(text: str) -> str:
     """Return text that JSON can hold: a path may contain bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
