@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Makes a proxy actor on each living node that has none, until `stop`; Ray may make it again at any time."""
+    """Makes a proxy actor on each living node that has none, until `stop`; Ray may make the controller again."""
 
     def __init__(self, plan: ProxyPlan) -> None:
         self._plan = plan

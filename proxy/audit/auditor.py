@@ -102,8 +102,8 @@ class Auditor:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
         `busy` counts the calls of rollouts in flight, and `find` returns a tree in memory by its number. A `share` of
-        the hits, from 0 to 1, is checked in the background. With `quarantine`, the calls that differ run again for
-        every rollout.
+        the hits, from 0 to 1, is checked in the background. With `quarantine`, calls that differ run again for every
+        rollout.
         """
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots

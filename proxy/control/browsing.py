@@ -55,7 +55,7 @@ class SearchMatch(BaseModel):
 
 
 class SearchView(BaseModel):
-    """A page of the calls that match a search, by record; `total` is null if there are more, to compare fewer."""
+    """A page of the calls that match a search, by record; `total` is null if there are more than it has."""
 
     items: list[SearchMatch]
     total: int | None

@@ -78,7 +78,10 @@ class Rule(BaseModel):
 
 
 class Rules(BaseModel):
-    """The rules of one dialect: the first that fits counts, else a plain HTTP call. `headers` are in the key."""
+    """The rules of one dialect: the first that fits counts, else a plain HTTP call.
+
+    `headers` are in the key; None for all but known noise.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

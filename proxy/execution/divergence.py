@@ -33,7 +33,7 @@ def gap_s(record: Record) -> float:
 
 
 def require_conclusive(record: Record, execution: Execution) -> None:
-    """Raise SandboxError if a replayed call ran out of time or memory, unless its private record may have, too."""
+    """Raise SandboxError if a replayed call ran out of time or memory; not for a private record, maybe cut short."""
     if not (execution.shareable or record.private):
         raise SandboxError("a replayed call did not get the time or memory that it had before. Retry.")
 

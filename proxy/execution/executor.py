@@ -112,7 +112,7 @@ class Executor:
     ) -> tuple[Record | None, Outcome]:
         """Return the record of a call, or None if there is nothing to record, and how it was obtained.
 
-        The rollout has its turn, and the tree has no record under the key. The listener receives output at once.
+        The rollout has its turn, and the tree has no record under the key. The listener is for its own execution.
         """
         try:
             record, outcome = await self._execute_once(rollout, node, call, key, timing, listener)

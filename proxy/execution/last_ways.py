@@ -34,8 +34,7 @@ class LastWays:
     async def close(self, slots: Iterable[Slot], *, within_s: float, even_unkept: bool = False) -> int:
         """Close idle sandboxes, after freezing those that are the last known way; return how many were closed.
 
-        The freezes may take `within_s` together; with `even_unkept`, sandboxes whose states were not frozen are closed
-        too.
+        The freezes may take `within_s` together. With `even_unkept`, sandboxes are closed that could not be frozen.
         """
         positions, kept = {slot: slot.position for slot in slots}, set()
         with contextlib.suppress(TimeoutError):

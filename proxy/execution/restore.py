@@ -1,7 +1,7 @@
 """Restore: from a node of a tree to a leased sandbox in that node's state.
 
 `_lease` is a loop of three steps: plan, acquire, replay. It ends with a sandbox at the node, with an error of the
-machine, or because no way is left. Then the node, and what can only be reached through it, is set aside.
+machine, or because no way is left. In the last case the node, and what is only behind it, is set aside.
 
 A snapshot that cannot be restored blocks no rollout. The next snapshot above it is tried, and after that a fresh
 sandbox and a replay from the root. If that reaches the state, a new snapshot replaces the old one. If not, the snapshot
@@ -129,7 +129,7 @@ class Restorer:
 
     @asynccontextmanager
     async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
-        """Yield a throw-away sandbox in the node's state, whose calls are not recorded; a spare one takes no room."""
+        """Yield a throw-away sandbox in the node's state; a spare one is made only if no call needs its room."""
         slot = await self._lease(tree, node, None if spare else Owner.SCRATCH, Timing())
         # A spare lease has no owner and counts as warm; from here on no rollout may take the sandbox.
         slot.owner, slot.warm = Owner.SCRATCH, False

@@ -134,7 +134,7 @@ class RootChanges:
         return key
 
     async def is_usable(self, tree: Tree, *, looks: bool = True) -> bool:
-        """Return whether a tree may be shared: it is current, or that cannot be found out in `_PATIENCE_S`."""
+        """Return whether a tree may be shared: it is current, or that is unknown; `looks` may take `_PATIENCE_S`."""
         try:
             return await self.is_current(tree, patience_s=_PATIENCE_S if looks else 0.0)
         except (SpecError, SandboxError):

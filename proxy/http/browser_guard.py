@@ -28,7 +28,7 @@ BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
 
 
 class BrowserGuard:
-    """Middleware before the control plane: refuses foreign requests and forbids sniffing; None fits any name."""
+    """Middleware before the control plane: refuses foreign requests, forbids sniffing; None allows any name."""
 
     def __init__(self, behind: AsgiApp, names: Collection[str] | None) -> None:
         self._behind, self._names = behind, names

@@ -24,7 +24,7 @@ EXPECTED = "forkpoint.expected"
 
 
 class Exchange:
-    """A request whose response is to be sent, in the dialect that `understood` names, after the calls `expected`."""
+    """A request whose response is still to be sent; the order of calls of the rollout `expected` counts it."""
 
     def __init__(self, send: Send, receive: Receive, expected: Rollout | None = None) -> None:
         self.send, self.receive, self.expected = send, receive, expected
@@ -97,8 +97,7 @@ class Exchange:
     ) -> None:
         """Send a response with status 200 and no length piece by piece, until it ends or the client disconnects.
 
-        If `content` fails, its error is raised, and the response stays without its end, so that no client takes it as
-        whole.
+        If `content` fails, its error is raised, and the response has no end, so that no client takes it as whole.
         """
         self._is_streamed = True
         await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})

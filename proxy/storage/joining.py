@@ -62,7 +62,7 @@ def _moved(table: str, column: str, is_number: bool) -> str:
 
 
 def keep_share(store: Path, share: Share) -> list[int]:
-    """Delete what belongs to other workers; return the trees that stay. Blocking. Raises StoreError, unchanged."""
+    """Delete what belongs to other workers; return the trees that stay. Blocking. Raises StoreError on a full disk."""
     with closing(StoreDatabase(store, sync="FULL")) as database:
         sql = f"SELECT name FROM tasks UNION SELECT task FROM rollouts UNION SELECT task FROM trees WHERE NOT {_SHARED}"
         sql += " UNION SELECT task FROM shares UNION SELECT task FROM masks"

@@ -79,8 +79,7 @@ class TreeStore:
         """Read an existing tree with all of its nodes and records, and yield after each slice of about a millisecond.
 
         Damaged nodes and records, and what only they lead to, are left out and counted in `damaged`. The tree is what
-        the store had only if no row of it was written meanwhile. Raises DamagedError for the tree's own row, or its
-        root.
+        the store had only if no row was written meanwhile. Raises DamagedError for the tree's own row, or its root.
         """
         sql = f"SELECT root, spec, root_key FROM trees WHERE id = ? AND {is_whole('trees')}"
         row = self._database.row(sql, (tree_id,))

@@ -92,8 +92,7 @@ class TransferService:
     ) -> Iterator[bytes]:
         """Yield the bytes of a tree's bundle with these states. Blocking: the caller iterates in threads.
 
-        Its recorded responses of hosts travel with `recordings`: other tasks may have requested them, if environments
-        are equal.
+        With `recordings`, recorded responses of hosts travel too, which other tasks may have requested.
         """
         exported = states or ExportedStates()
         if recordings:

@@ -1,7 +1,8 @@
 """Recorded workloads, read as requests to the endpoints of tasks.
 
-Each line of a file is the JSON object of one rollout (`docs/data.md`): `{"task", "rollout", "calls": [{"tool": "shell",
-"args": {"command": ...}}], "spec"?: {...}}`.
+Each line of a file is the JSON object of one rollout (`docs/data.md`):
+
+- `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
 """
 
 import hashlib

@@ -87,7 +87,7 @@ class DockerApi:
         return self._from_memory(request, task, owner) or await self._act(request, task, owner, grant)
 
     async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
-        """Answer a request whose connection becomes a stream; an open one shows the caller's RefusalError."""
+        """Answer a request whose connection becomes a stream. Raises RefusalError, which the caller reports in it."""
         request = requests.read("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
         match request.segments:

@@ -2,7 +2,8 @@
 
 A project is one rollout and one sandbox. The container that only waits (`sleep infinity`) is its main container, in
 which the agent works; every other one is a side service. If none waits, the main container has the image of the first
-one, and only carries the services. Names that Docker's clients make up are in no spec, so all rollouts share a tree.
+one, and only carries the services. Names that Docker's clients make up are in no spec: rollouts of any name share a
+tree.
 """
 
 import re
