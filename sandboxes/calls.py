@@ -12,14 +12,7 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call as a driver runs it.
-
-    Attributes:
-        endpoint: The protocol or the tool server, such as `shell`, `sql`, `mcp` or the name of a server.
-        tool: The operation, such as `exec`.
-        arguments: The arguments of the operation.
-        body: Uploaded bytes.
-    """
+    """One call as a driver runs it."""
 
     endpoint: str
     tool: str
@@ -37,10 +30,8 @@ MARKS: Mapping[Mark, str] = {
     "broken": "No shell starts in the sandbox: earlier calls of the rollout have broken it.",
     "machine": "The machine, the proxy or a tool server failed for the moment, which says nothing about the agent.",
 }
-"""What trainers need to know of a call beside its answer: which limit it reached, and whose failure it is.
-
-Marks are facts that drivers saw. No text that a tool prints makes one, so an agent cannot write its own.
-"""
+"""What trainers need to know of a call beside its answer: which limit it reached, and whose failure it is. Marks are
+facts that drivers saw. No text that a tool prints makes one, so an agent cannot write its own."""
 assert set(MARKS) == set(get_args(Mark))
 
 
@@ -58,22 +49,14 @@ _MAX_DIGITS = 15
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answered. A tool's own failure is a result too.
-
-    Attributes:
-        status: An HTTP status.
-        media_type: The media type of the body.
-        body: The body.
-        headers: The end-to-end headers of a tool server, in their order and spelling. Other tools have none, except
-            `MODEL_TOKENS` with the media type.
-        marks: What trainers need to know of the call beside the answer (`MARKS`).
-    """
+    """What a tool answered. A tool's own failure is a result too."""
 
     status: int
     media_type: str
     body: bytes
+    # The end-to-end headers of a tool server, in order and spelling; other tools have only `MODEL_TOKENS`.
     headers: tuple[tuple[str, str], ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Mark, ...] = ()  # What trainers need to know of the call beside the answer (`MARKS`).
 
     def marked(self, *marks: Mark) -> "ToolResult":
         """Return the result with more marks."""
@@ -135,34 +118,23 @@ def names_any(call: ToolCall, texts: Iterable[str]) -> bool:
 
 
 class Course(NamedTuple):
-    """What a replay of a call is given, so that it comes to the same state as the call.
+    """What a replay of a call is given, so that it comes to the same state as the call."""
 
-    Attributes:
-        order: The order in which the call wrote files, as the driver encodes it; None if there is none.
-        last_pid: The pid that was assigned last before the call; 0 if it is not known.
-    """
-
+    # The order in which the call wrote files, as the driver encodes it; None if there is none.
     order: bytes | None = None
-    last_pid: int = 0
+    last_pid: int = 0  # The pid that was assigned last before the call; 0 if it is not known.
 
 
 UNKNOWN_COURSE = Course()
 
 
 class ResourceUse(NamedTuple):
-    """What a call used of the machine. All that ran in its sandbox meanwhile counts; None is what is not known.
-
-    Attributes:
-        cpu_s: CPU time in seconds.
-        peak_bytes: The most memory at one time in bytes, with the pages of files that the kernel holds for the sandbox.
-        read_bytes: Bytes that were read from disks.
-        written_bytes: Bytes that were written to disks. What the kernel writes after the call is not among them.
-    """
+    """What a call used of the machine, with all that ran in its sandbox meanwhile; None is what is not known."""
 
     cpu_s: float | None = None
-    peak_bytes: int | None = None
+    peak_bytes: int | None = None  # With the pages of files that the kernel holds for the sandbox.
     read_bytes: int | None = None
-    written_bytes: int | None = None
+    written_bytes: int | None = None  # Without what the kernel writes after the call.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,4 @@
-"""The checkpointer: what a driver needs to save and restore images of live processes.
-
-Drivers get a checkpointer from the proxy, so that they do not depend on CRIU. The one in the product is
-`snapshots.criu.checkpoints.CriuCheckpointer`.
-"""
+"""The checkpointer: what a driver needs to save and restore images of live processes (`snapshots.criu.checkpoints`)."""
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -11,11 +7,9 @@ MappedFiles = dict[str, str]
 """The checkpointer's names of mapped files that it cannot open by itself, with their paths in the sandbox."""
 
 ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
-"""Starts the checkpoint program inside a sandbox.
-
-Its arguments are the program's own, and descriptors: the `guest.checkpoints.criu_launch.CriuFiles`, and for a restore
-`ns_last_pid` before them. The caller keeps the descriptors and closes them.
-"""
+"""Starts the checkpoint program inside a sandbox. Its arguments are the program's own, and descriptors: the
+`guest.checkpoints.criu_launch.CriuFiles`, and for a restore `ns_last_pid` before them. The caller keeps the descriptors
+and closes them."""
 
 WITHOUT_CHECKPOINTS = (
     "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls. In public tasks "
@@ -28,18 +22,13 @@ FreezeHook = Callable[[MappedFiles], Awaitable[None]]
 
 
 class StandStill(NamedTuple):
-    """What a restore does for processes that stand still until their first call.
+    """What a restore does for processes that stand still until their first call."""
 
-    Attributes:
-        freeze: Freezes them when all are restored and none has run. It returns the descriptor of the file that thaws
-            them with 0 and freezes them with 1; the checkpointer closes it.
-        pids: All processes of the checkpoint, as the sandbox numbers them.
-        locks: The record locks that are set again then; see `guest.checkpoints.mapped_locks`.
-    """
-
+    # Freezes them when all are restored and none has run. It returns the descriptor of the file that thaws them with 0
+    # and freezes them with 1; the checkpointer closes it.
     freeze: Callable[[], Awaitable[int]]
-    pids: list[int]
-    locks: list[list[int]]
+    pids: list[int]  # All processes of the checkpoint, as the sandbox numbers them.
+    locks: list[list[int]]  # The record locks that are set again then; see `guest.checkpoints.mapped_locks`.
 
 
 class Checkpointer(Protocol):
@@ -51,7 +40,7 @@ class Checkpointer(Protocol):
         ...
 
     async def is_available(self) -> bool:
-        """Return whether checkpoints work on this machine. The first call finds out, in about 0.1 s."""
+        """Return whether checkpoints work on this machine. The first call finds out."""
         ...
 
     def names(self) -> set[str]:
@@ -71,21 +60,12 @@ class Checkpointer(Protocol):
         ...
 
     async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
-        """Save a process tree, whose processes then run on.
+        """Save a process tree, whose processes then run on; return the new checkpoint's name.
 
-        Args:
-            start: Starts the checkpoint program in the sandbox.
-            root_pid: The tree's root, as a pid of the sandbox's namespace.
-            on_frozen: Awaited while the processes are frozen.
-            base: The checkpoint that the processes come from, or of which they are a later state. What is in it too
-                need not be kept twice. None, or one that is gone, for a checkpoint by itself.
-
-        Returns:
-            The new checkpoint's name.
-
-        Raises:
-            NotFreezableError: The processes cannot be saved; the text gives the program's reason.
-            SandboxError: The sandbox or the machine failed.
+        `root_pid` is the tree's root, as a pid of the sandbox's namespace. `base` is the checkpoint that the processes
+        come from, or of which they are a later state: what it has need not be kept twice. None, or one that is gone,
+        stands for no base. Raises NotFreezableError, with the program's reason, if the processes cannot be saved, and
+        SandboxError if the machine failed.
         """
         ...
 
@@ -94,14 +74,9 @@ class Checkpointer(Protocol):
     ) -> None:
         """Restore a checkpoint in a sandbox in which no process of the agent runs yet.
 
-        Args:
-            name: The checkpoint.
-            start: Starts the checkpoint program in the sandbox.
-            inherited: Names of the descriptors that `start` passes from `INHERITED_FD` on, in that order.
-            stillness: Keeps the processes from running; None lets them run at once.
-
-        Raises:
-            SandboxError: Checkpoints are unavailable here, or the program or the sandbox failed.
+        `inherited` names the descriptors that `start` passes from `INHERITED_FD` on, in that order. `stillness` keeps
+        the processes from running; None lets them run at once. Raises SandboxError if the machine, the program or the
+        sandbox failed.
         """
         ...
 

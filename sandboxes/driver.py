@@ -54,15 +54,9 @@ class Sandbox(Protocol):
         ...
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Run a call and detect what it changed.
+        """Run a call and detect what it changed. A failure of the tool is a result.
 
         A call that is cancelled kills the sandbox, because it is unknown how far it came.
-
-        Args:
-            call: A call of an endpoint that this driver supports.
-
-        Returns:
-            The result and the effects. A failure of the tool is a result.
 
         Raises:
             SandboxError: The sandbox failed and is dead. The caller closes it.
@@ -76,8 +70,7 @@ class Sandbox(Protocol):
             What `Driver.restore` needs. Its parts stay until `Driver.collect` is called without them.
 
         Raises:
-            NotFreezableError: The state cannot be frozen, for example because processes are running. The sandbox
-                continues.
+            NotFreezableError: The state cannot be frozen, for example while processes run; the sandbox continues.
             SandboxError: The sandbox failed and is dead.
         """
         ...
@@ -91,24 +84,14 @@ class ServingSandbox(Sandbox, Protocol):
     """A sandbox in which tool servers run, whose responses may arrive over time."""
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Run a call, see `Sandbox.execute`.
-
-        Args:
-            call: A call of an endpoint that this driver supports.
-            listener: Receives a tool server's response while it arrives; None if only the result is wanted.
-
-        Raises:
-            SandboxError: The sandbox or its server failed; the sandbox is dead.
-        """
+        """Run a call (`Sandbox.execute`); the listener receives a tool server's response while it arrives."""
         ...
 
 
 SETTLE_S = 5.0
-"""How long processes that a call left running may take to start; a state is settling for so long.
-
-An estimate: a development server answers after one to three seconds. Halved, a replay may reach a slow server before it
-listens and diverge. Doubled, each replay of such a call waits up to five seconds longer.
-"""
+"""How long processes that a call left running may take to start; a state is settling for so long. An estimate: a
+development server answers after one to three seconds. Halved, a replay may reach a slow server before it listens and
+diverge. Doubled, each replay of such a call waits up to five seconds longer."""
 
 
 @runtime_checkable
@@ -117,9 +100,6 @@ class WatchingDriver(Protocol):
 
     def unchanged(self, spec: EnvironmentSpec, /) -> Hashable | None:
         """Return a value that stands for `Driver.identity`, in microseconds and without blocking.
-
-        Args:
-            spec: The environment of a task.
 
         Returns:
             Equal values mean equal identities. None: something may have changed, and only `identity` can tell.
@@ -142,12 +122,8 @@ class Resting(Protocol):
     """A sandbox in which calls may leave processes running that take a while to start."""
 
     async def rest(self, dwell_s: float, /) -> None:
-        """Wait until background processes have had time to start.
-
-        Args:
-            dwell_s: How long the recorded rollout had stayed at this state before its next call. The wait ends earlier
-                once the processes count as started (`SETTLE_S`).
-        """
+        """Wait until background processes count as started (`SETTLE_S`), for `dwell_s` seconds at the most."""
+        # `dwell_s`: how long the recorded rollout had stayed at this state before its next call.
         ...
 
 
@@ -160,12 +136,6 @@ class Repeating(Protocol):
 
         If the call writes other files than the recorded one, their times stay as they are. A pid that a process of the
         sandbox has is passed over.
-
-        Args:
-            course: `Execution.course` of the recorded call.
-
-        Raises:
-            SandboxError: The sandbox failed and is dead.
         """
         ...
 
@@ -175,11 +145,7 @@ class Settling(Protocol):
     """A sandbox that finishes a call in the background after its result."""
 
     async def settle(self) -> None:
-        """Wait for what the last call left to do, as the next call or freeze would.
-
-        Raises:
-            SandboxError: The sandbox failed and is dead.
-        """
+        """Wait for what the last call left to do, as the next call or freeze would."""
         ...
 
 
@@ -188,14 +154,7 @@ class EarlyFreezing(Protocol):
     """A sandbox that runs on while a state of it travels."""
 
     async def begin_freeze(self) -> Awaitable[FrozenState]:
-        """Freeze the state; see `Sandbox.freeze`. The next call may run when this returns.
-
-        Returns:
-            What to await for the state. If it raises `SandboxError`, the sandbox is dead.
-
-        Raises:
-            NotFreezableError, SandboxError: See `Sandbox.freeze`.
-        """
+        """Freeze the state as `Sandbox.freeze` does, but return what to await for it: the next call may run now."""
         ...
 
 
@@ -204,14 +163,8 @@ _FULFILS: dict[tuple[type, object], bool] = {}
 
 
 def fulfils(thing: object, protocol: Callable[..., P]) -> TypeGuard[P]:
-    """Return whether a sandbox or a driver has the members of a protocol, which its class decides.
-
-    It takes 0.2 us. `isinstance` looks at all members at each call, for 20 us.
-
-    Args:
-        thing: The sandbox or the driver.
-        protocol: The protocol. Its type is that of a function, because mypy takes no protocol for a `type`.
-    """
+    """Return whether a sandbox or a driver has the members of a protocol, without the time that `isinstance` takes."""
+    # The protocol's type is that of a function, because mypy takes no protocol for a `type`.
     key = type(thing), protocol
     if (known := _FULFILS.get(key)) is None:
         known = _FULFILS[key] = isinstance(thing, cast("type", protocol))
@@ -237,16 +190,7 @@ async def rest(sandbox: Sandbox, dwell_s: float) -> None:
 
 
 async def execute(sandbox: Sandbox, call: ToolCall, listener: Listener | None) -> Execution:
-    """Run a call in a sandbox.
-
-    Args:
-        sandbox: The sandbox.
-        call: The call.
-        listener: Passed only to sandboxes that run tool servers; the others return their result at once.
-
-    Raises:
-        SandboxError: See `Sandbox.execute`.
-    """
+    """Run a call; only sandboxes that run tool servers use the listener."""
     if listener is None:
         return await sandbox.execute(call)
     return await cast("ServingSandbox", sandbox).execute(call, listener)
@@ -273,14 +217,9 @@ class Driver(Protocol):
     async def identity(self, spec: EnvironmentSpec) -> str:
         """Return a digest of everything outside the spec that its root state depends on.
 
-        Tasks with equal specs and equal identities have the same root state and may share a tree.
-
-        Args:
-            spec: The environment of a task.
-
-        Returns:
-            A digest of what the spec only names (base, archives, images) and of the driver's own version. The version
-            changes when equal calls would give other results or digests than before.
+        Tasks with equal specs and equal identities have the same root state and may share a tree. The digest covers
+        what the spec only names (base, archives, images) and the driver's own version, which changes when equal calls
+        would give other results or digests than before.
 
         Raises:
             SpecError: What the spec names does not exist or cannot be used.
@@ -289,9 +228,6 @@ class Driver(Protocol):
 
     async def start(self, spec: EnvironmentSpec) -> Sandbox:
         """Start a sandbox at the root state of a spec: base, archives, files, set-up commands.
-
-        Args:
-            spec: The environment of a task.
 
         Raises:
             SpecError: The spec cannot be built.
@@ -313,10 +249,7 @@ class Driver(Protocol):
         ...
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Delete storage units that are no longer needed.
-
-        Args:
-            keep: The parts of all states that the proxy keeps. Parts of live sandboxes stay as well.
+        """Delete storage units but the parts of all states that the proxy keeps and of live sandboxes.
 
         Returns:
             The bytes on disk that the parts in `keep` occupy.
@@ -333,11 +266,7 @@ class AdvisingDriver(Protocol):
     """A driver that knows when states are dearer on this machine than they need be."""
 
     def advice(self, spec: EnvironmentSpec, /) -> str:
-        """Return what makes states of a task dear here, and what it costs; empty if nothing is known.
-
-        Args:
-            spec: The environment of the task.
-        """
+        """Return what makes states of a task dear here, and what it costs; empty if nothing is known."""
         ...
 
 
@@ -346,9 +275,5 @@ class TriedDriver(Driver, Protocol):
     """A driver that can find out whether this machine lets its sandboxes run."""
 
     async def trial(self) -> None:
-        """Run a call, or start what calls need, and end it again. The driver is open, in a directory of its own.
-
-        Raises:
-            SandboxError, SpecError, OSError: Calls would fail. The text says why.
-        """
+        """Run a call, or start what calls need, and end it again, on an open driver. Its error says what fails."""
         ...

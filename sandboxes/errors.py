@@ -6,15 +6,12 @@ class SandboxError(RuntimeError):
 
 
 class ServerError(SandboxError):
-    """A tool server failed: it crashed, was silent, or broke its protocol.
-
-    Attributes:
-        silent: The server sent nothing for too long.
-        status: The status that a server elsewhere sent itself (429, or 500 and above); 0 if it sent none.
-    """
+    """A tool server failed: it crashed, was silent, or broke its protocol."""
 
     def __init__(self, text: str, *, silent: bool = False, status: int = 0) -> None:
         super().__init__(text)
+        # `silent`: the server sent nothing for too long.
+        # `status`: the status that a server elsewhere sent itself (429, or 500 and above); 0 if it sent none.
         self.silent, self.status = silent, status
 
 

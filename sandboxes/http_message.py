@@ -56,11 +56,9 @@ def is_header(name: str, value: str) -> bool:
 
 
 def request_head(method: str, target: str, headers: Iterable[tuple[str, str]], host: str, length: int) -> bytes:
-    """Return the head of a request, up to and including the blank line.
-
-    Hop-by-hop headers and `_SET_BY_REQUEST_HEAD` are left out of the client's. The target begins with a slash. A part
-    with characters that are not allowed there is an `InvalidRequestError`.
-    """
+    """Return the head of a request, up to and including the blank line."""
+    # Hop-by-hop headers and `_SET_BY_REQUEST_HEAD` are left out of the client's. A part with characters that are not
+    # allowed there is an `InvalidRequestError`.
     if _METHOD.fullmatch(method) is None:
         raise InvalidRequestError(f"{method[:40]!r} is not a method")
     if _TARGET.fullmatch(target) is None:

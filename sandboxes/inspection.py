@@ -12,13 +12,7 @@ FileKind = Literal["file", "directory", "symlink", "other", "gone"]
 
 @dataclass(frozen=True, slots=True)
 class SessionView:
-    """A shell session.
-
-    Attributes:
-        cwd: The working directory.
-        variables: The declarations of variables by name, as the shell prints them.
-        functions: The definitions of functions by name, as the shell prints them.
-    """
+    """A shell session."""
 
     cwd: str
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -27,40 +21,25 @@ class SessionView:
 
 @dataclass(frozen=True, slots=True)
 class StateView:
-    """How a state differs from its task's root state.
+    """How a state differs from its task's root state."""
 
-    Attributes:
-        files: For each path that differs, a fingerprint that equal entries share; None if too many paths differ.
-        sessions: The sessions that calls have changed, by name.
-        fresh: How every other session looks; None if that is not known.
-    """
-
+    # A fingerprint, which equal entries share, for each path that differs; None if too many differ.
     files: Mapping[str, str] | None
-    sessions: Mapping[str, SessionView]
+    sessions: Mapping[str, SessionView]  # The sessions that calls have changed.
     fresh: SessionView | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class FileEntry:
-    """What a path leads to.
+    """What a path leads to."""
 
-    Attributes:
-        kind: The kind of the entry; `gone` if there is none.
-        mode: The permission bits.
-        uid: The owner's number.
-        gid: The group's number.
-        size_bytes: The size of a regular file.
-        target: Where a symbolic link points; None for other kinds.
-        content: The content of a regular file; None if it was not read.
-    """
-
-    kind: FileKind
-    mode: int = 0
+    kind: FileKind  # The kind of the entry; `gone` if there is none.
+    mode: int = 0  # The permission bits.
     uid: int = 0
     gid: int = 0
     size_bytes: int = 0
-    target: str | None = None
-    content: bytes | None = None
+    target: str | None = None  # Where a symbolic link points; None for other kinds.
+    content: bytes | None = None  # The content of a regular file; None if it was not read.
 
 
 GONE = FileEntry("gone")
@@ -69,21 +48,14 @@ GONE = FileEntry("gone")
 
 @dataclass(frozen=True, slots=True)
 class FrozenPath:
-    """What a path of a frozen state leads to.
+    """What a path of a frozen state leads to."""
 
-    Attributes:
-        entry: The entry itself. No link is followed: neither one at the path, nor one on the way.
-        file: The content of a regular file, for the caller to close; None for other kinds.
-        entries: What is in a directory, by name; empty for other kinds.
-        truncated: Whether the directory has more entries.
-        base: Whether files of the base below the state's layers were looked at too.
-    """
-
-    entry: FileEntry
-    file: BinaryIO | None = None
+    entry: FileEntry  # The entry itself. No link is followed: neither one at the path, nor one on the way.
+    file: BinaryIO | None = None  # The content of a regular file, for the caller to close; None for other kinds.
+    # What is in a directory, by name; empty for other kinds.
     entries: Mapping[str, FileEntry] = field(default_factory=dict)
-    truncated: bool = False
-    base: bool = True
+    truncated: bool = False  # Whether the directory has more entries.
+    base: bool = True  # Whether files of the base below the state's layers were looked at too.
 
 
 @runtime_checkable
@@ -93,15 +65,8 @@ class ReadableStates(Protocol):
     async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
         """Return what a path of a state leads to.
 
-        Args:
-            spec: The spec of the sandbox that was frozen.
-            frozen: The state.
-            path: A path below the root without empty parts, `.` and `..`; empty for the root. Bytes that are no UTF-8
-                are surrogates (PEP 383).
-
-        Raises:
-            StateGoneError: The data of the state is missing or damaged.
-            SandboxError: The machine failed.
+        The path is below the root, without empty parts, `.` and `..`; empty for the root. Bytes that are no UTF-8 are
+        surrogates (PEP 383). Raises StateGoneError if the data of the state is missing or damaged.
         """
         ...
 
@@ -132,23 +97,11 @@ class InspectableSandbox(Protocol):
     """A sandbox whose files and sessions can be inspected."""
 
     async def inspect(self) -> StateView:
-        """Return how the state differs from the root state.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Return how the state differs from the root state."""
         ...
 
     async def entries(self, paths: Sequence[str], *, content_bytes: int) -> Mapping[str, FileEntry]:
-        """Return what paths lead to.
-
-        Args:
-            paths: Absolute paths in the sandbox.
-            content_bytes: The largest file whose content is returned.
-
-        Raises:
-            SandboxError: The sandbox failed.
-        """
+        """Return what absolute paths lead to, with the content of files up to `content_bytes`."""
         ...
 
 
@@ -157,13 +110,5 @@ class TerminalSandbox(Protocol):
     """A sandbox in which terminals can be opened."""
 
     async def open_terminal(self, columns: int, rows: int) -> Terminal:
-        """Start a shell on a terminal. Its effects are not detected, so the sandbox must run no calls afterwards.
-
-        Args:
-            columns: The width of the window in characters.
-            rows: The height of the window in characters.
-
-        Raises:
-            SandboxError: The sandbox failed, or it has no shell.
-        """
+        """Start a shell on a terminal. Its effects are not detected, so the sandbox must run no calls afterwards."""
         ...

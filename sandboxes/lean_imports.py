@@ -9,9 +9,8 @@ from contextlib import contextmanager
 def without(package: str) -> Iterator[None]:
     """Hide a top-level package, unless it is loaded already, from the imports of this block.
 
-    structlog loads Rich for tracebacks, httpx loads Pygments for its command line, and sqlite-utils loads NumPy for
-    column types. The proxy needs none of this, and each takes about 0.2 s of every start. A None in `sys.modules` makes
-    an import fail as if the package were not installed (Python language reference, 5.3.1).
+    structlog loads Rich, httpx Pygments and sqlite-utils NumPy, which the proxy never needs. A None in `sys.modules`
+    makes an import fail as if the package were not installed (Python language reference, 5.3.1).
     """
     hidden = package not in sys.modules
     if hidden:

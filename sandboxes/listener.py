@@ -7,10 +7,7 @@ Headers = tuple[tuple[str, str], ...]
 
 
 class Listener(Protocol):
-    """Receives a response while it arrives.
-
-    The methods do not raise: a client that went away is no failure of the server.
-    """
+    """Receives a response while it arrives. Methods do not raise: a client that left is no failure of the server."""
 
     async def head(self, status: int, headers: Headers) -> None:
         """Receive the status and the headers, once and first."""

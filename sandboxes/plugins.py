@@ -5,8 +5,7 @@ A distribution names its factories in its metadata, for example in `pyproject.to
     [project.entry-points."forkpoint.drivers"]
     mykind = "my_package:driver"
 
-So a part that an installation does not need can be left out, and a third party can add one. `docs/extending.md` builds
-both kinds.
+`docs/extending.md` builds both kinds.
 """
 
 import functools
@@ -70,12 +69,9 @@ DriverFactory = Callable[[DriverContext], Driver]
 
 @functools.cache
 def installed(group: str) -> Mapping[str, EntryPoint]:
-    """Return the plug-ins of a group by name, in alphabetical order. Loads none of them; reads metadata once.
-
-    Raises:
-        PluginError: Two distributions use the same name. Neither is taken: a driver that replaces another one
-            silently would run agents' commands in the wrong kind of sandbox.
-    """
+    """Return the plug-ins of a group by name, in alphabetical order, loading none."""
+    # A name of two distributions is an error: a driver that replaces another one silently would run agents' commands in
+    # the wrong kind of sandbox.
     by_name: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=group), key=lambda entry: entry.name):
         known = by_name.setdefault(entry.name, entry)
@@ -87,11 +83,7 @@ def installed(group: str) -> Mapping[str, EntryPoint]:
 
 @functools.cache
 def load(group: str, name: str) -> Any:
-    """Return the factory of a plug-in, importing its module.
-
-    Raises:
-        PluginError: No installed distribution has this plug-in, or its module cannot be imported.
-    """
+    """Return the factory of a plug-in, importing its module; `PluginError` if that is impossible."""
     plugins = installed(group)
     if name not in plugins:
         raise PluginError(f"{group}: {name!r} is not installed; installed are: {', '.join(plugins)}.")
@@ -102,11 +94,7 @@ def load(group: str, name: str) -> Any:
 
 
 def make_driver(name: str, context: DriverContext) -> Driver:
-    """Return a new driver, not opened yet.
-
-    Raises:
-        PluginError: See `load`; or a package that the driver needs is missing.
-    """
+    """Return a new driver, not opened yet; `PluginError` if it, or a package that it needs, is missing."""
     factory: DriverFactory = load(DRIVERS, name)
     try:
         return factory(context)

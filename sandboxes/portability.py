@@ -35,10 +35,7 @@ class Unpacking(Protocol):
         ...
 
     def state(self, frozen: FrozenState) -> FrozenState:
-        """Return a state in terms of the parts that were stored.
-
-        Args:
-            frozen: The state as the exporting machine had it.
+        """Return an exported state in terms of the parts that were stored.
 
         Raises:
             NotPortableError: This driver did not freeze the state, or one of its parts was not imported.
@@ -51,11 +48,7 @@ class Porter(Protocol):
     """Exports and imports frozen states."""
 
     def carries(self, kind: str) -> bool:
-        """Return whether states of a kind can travel. Images of live processes depend on their machine's kernel.
-
-        Args:
-            kind: See `FrozenState.kind`.
-        """
+        """Return whether states of a kind can travel. Images of live processes depend on their machine's kernel."""
         ...
 
     def pack(self, part: str) -> Iterator[bytes]:
@@ -93,14 +86,12 @@ class ImagingDriver(Protocol):
             spec: The spec of the sandbox that was frozen.
             frozen: The state. Of live processes, the image has nothing but their files.
             name: The image's name, such as `repository:tag`; empty for none.
-            target: The new file that becomes the image's archive, in a directory where the files have room twice for a
-                moment. What is in it after an error is the caller's to remove. None gives the image to the Docker
-                daemon, where another image of this name loses it.
+            target: The new file that becomes the image's archive, in a directory with room for the files twice. The
+                caller removes what is left after an error. None gives the image to the Docker daemon.
 
         Raises:
             NoImageError: The state cannot be an image.
             StateGoneError: The data of the state is missing or damaged.
-            SandboxError: The machine or the Docker daemon failed.
         """
         ...
 
@@ -113,24 +104,14 @@ class RecordingPorter(Protocol):
         ...
 
     def pack(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a recording. Blocking.
-
-        Raises:
-            ValueError: It is damaged.
-            OSError: It was removed meanwhile, or cannot be read.
-        """
+        """Yield the bytes of a recording; `ValueError` if it is damaged, `OSError` if it cannot be read. Blocking."""
         ...
 
     def take(self, name: str, file: Path) -> None:
-        """Add a recording, unless there is one of this request. Blocking.
+        """Add a recording by its exporter's name, unless there is one of the request. Blocking.
 
-        Args:
-            name: Its name on the machine that exported it.
-            file: Its bytes; the file may become the recording, so it must not be written afterwards.
-
-        Raises:
-            NotPortableError: The data is no recording.
-            OSError: The machine cannot store it.
+        The file may become the recording. Raises NotPortableError if the data is none, and OSError if it cannot be
+        stored.
         """
         ...
 
@@ -140,10 +121,7 @@ class RecordingPorter(Protocol):
 
 
 def recording_porter_of(driver: object, spec: EnvironmentSpec) -> RecordingPorter | None:
-    """Return the recordings of a spec's environment; None if it has none, or for no driver.
-
-    A driver whose sandboxes may reach hosts outside has a method `recordings`, which returns this for a spec.
-    """
+    """Return the recordings of a spec's environment, by the driver's method `recordings`; None if it has none."""
     # Each lease in a cluster calls this, and `isinstance` of a protocol takes 20 us.
     recordings: Callable[[EnvironmentSpec], RecordingPorter | None] | None = getattr(driver, "recordings", None)
     return None if recordings is None else recordings(spec)

@@ -20,6 +20,7 @@ MAX_BYTES = 32 << 20
 LINGER_S = 2.0
 """How long output is read after a process ended while background processes hold its pipes; as long as Docker does."""
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""The search path of images that name none, as Docker gives it."""
 _END_BYTES = 1 << 10
 """How much of the end of an output is kept beside its beginning. Our marks have 200 bytes at most."""
 _HEADER = struct.Struct(">BxxxI")
@@ -31,19 +32,12 @@ class OutputError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How a process ended.
+    """How a process ended."""
 
-    Attributes:
-        exit_code: The exit code; 128 + number for a signal; None if the process continues in the background.
-        timed_out: The process was killed because its time was up.
-        truncated: The process wrote more than `MAX_BYTES`.
-        signal: The number of the signal that a client sent and that ended the process; 0 for none.
-    """
-
-    exit_code: int | None
-    timed_out: bool = False
-    truncated: bool = False
-    signal: int = 0
+    exit_code: int | None  # The exit code; 128 + number for a signal; None if the process continues in the background.
+    timed_out: bool = False  # The process was killed because its time was up.
+    truncated: bool = False  # The process wrote more than `MAX_BYTES`.
+    signal: int = 0  # The number of the signal that a client sent and that ended the process; 0 for none.
 
 
 def frame(kind: int, data: bytes) -> bytes:
@@ -129,15 +123,12 @@ class KeptOutput:
 
     What is kept depends on the bytes and on the limit, and not on the pieces in which they come. A cut never leaves a
     part of a UTF-8 character.
-
-    Attributes:
-        data: What is kept of the beginning.
-        dropped: How many more bytes came. The last of them may be kept too.
-        end: The last bytes that came, for marks that are not cut; empty while nothing is dropped.
     """
 
     def __init__(self) -> None:
-        self.data = bytearray()
+        self.data = bytearray()  # What is kept of the beginning.
+        # `dropped`: how many more bytes came. The last of them may be kept too.
+        # `end`: the last bytes that came, for marks that are not cut; empty while nothing is dropped.
         self.dropped, self.end = 0, b""
         self._tail, self._tail_bytes = bytearray(), 0
 

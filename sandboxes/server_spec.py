@@ -1,8 +1,4 @@
-"""What runs beside a task's calls, and what they may reach, as the task's user writes it (pure).
-
-Tool servers run in the sandbox or elsewhere, or speak MCP. Side services have images of their own, in the words of
-compose files. Egress names the hosts outside that a sandbox may reach.
-"""
+"""What runs beside a task's calls (servers, services) and what it may reach, as the task's user writes it (pure)."""
 
 import re
 import shlex
@@ -185,10 +181,8 @@ HOST_PATTERN = (
     r"^(\*\.)?([a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9])?\.)+[a-z]([a-z0-9-]{0,61}[a-z0-9])?"
     r"(:([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9]{2}|655[0-2][0-9]|6553[0-5]))?$"
 )
-"""Matches a host that egress may name: a DNS name of two labels or more, whose last one begins with a letter.
-
-So no form of an address matches: not `127.1`, `0x7f000001`, `0177.0.0.1` or `2130706433`.
-"""
+"""Matches a host that egress may name: a DNS name of two labels or more, whose last one begins with a letter. So no
+form of an address matches: not `127.1`, `0x7f000001`, `0177.0.0.1` or `2130706433`."""
 Host = Annotated[str, Field(pattern=HOST_PATTERN, max_length=253)]
 
 
@@ -268,20 +262,12 @@ class Service(BaseModel):
 
 
 def words(line: Words) -> list[str]:
-    """Return the words of a command line.
-
-    Raises:
-        ValueError: A quotation is not closed.
-    """
+    """Return the words of a command line; a quotation that is not closed is a ValueError."""
     return shlex.split(line) if isinstance(line, str) else list(line)
 
 
 def start_order(services: Mapping[str, Service]) -> list[str]:
-    """Return the names of services in the order in which they start; it does not depend on their order in the spec.
-
-    Raises:
-        ValueError: Services depend on each other in a circle.
-    """
+    """Return the names of services in the order in which they start, whatever their order in the spec."""
     sorter = TopologicalSorter({name: sorted(services[name].depends_on) for name in sorted(services)})
     try:
         return list(sorter.static_order())
@@ -290,11 +276,7 @@ def start_order(services: Mapping[str, Service]) -> list[str]:
 
 
 def check_services(services: Mapping[str, Service], volumes: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check what the fields of single services cannot show.
-
-    Raises:
-        ValueError: Something is wrong; the message says what.
-    """
+    """Check what the fields of single services cannot show; a ValueError says what is wrong."""
     if len(services) > MAX_SERVICES:
         raise ValueError(f"a sandbox has at most {MAX_SERVICES} services, not {len(services)}")
     if taken := sorted(_RESERVED & services.keys()):

@@ -15,9 +15,5 @@ BECOME_AGENT = f"\\builtin printf {AGENT_SCORE} 2>/dev/null >/proc/self/oom_scor
 
 
 def quote(text: str) -> str:
-    """Return text without NUL as a single-quoted word of any POSIX shell; line breaks stay part of it.
-
-    `shlex.quote` leaves harmless words bare. This function always quotes, so that equal scripts are equal bytes
-    whatever the word, and guest code need not load `shlex` and `re`.
-    """
+    """Return text without NUL as one word of any POSIX shell, always quoted, so that equal scripts are equal bytes."""
     return "'" + text.replace("'", "'\\''") + "'"

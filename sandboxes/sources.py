@@ -29,24 +29,16 @@ _DEFAULT_PORTS = {"http": 80, "https": 443, "postgresql": 5432, "postgres": 5432
 
 @dataclass(frozen=True, slots=True)
 class SourceRules:
-    """The rules of one proxy.
+    """The rules of one proxy."""
 
-    Attributes:
-        private: Files and directories of the proxy's own, as real paths.
-        allowed: What confined specs may name: directories and files, prefixes of URLs, and `env:` with the name of an
-            environment variable.
-        egress: The hosts that any spec may name for egress, see `server_spec.covers`.
-    """
-
-    private: tuple[Path, ...] = ()
+    private: tuple[Path, ...] = ()  # Files and directories of the proxy's own, as real paths.
+    # What confined specs may name: directories and files, prefixes of URLs, and `env:` with the name of an environment
+    # variable.
     allowed: tuple[str, ...] = ()
-    egress: tuple[str, ...] = ()
+    egress: tuple[str, ...] = ()  # The hosts that any spec may name for egress, see `server_spec.covers`.
 
     def check(self, spec: EnvironmentSpec) -> None:
-        """Check everything that a spec names; raise `ForbiddenSourceError` for what it must not reach.
-
-        It takes some microseconds for each path, which need not exist.
-        """
+        """Check everything that a spec names; raise `ForbiddenSourceError` for what it must not reach."""
         self.check_egress(spec)
         for path in _paths(spec):
             self.real(path, confined=spec.confined)
@@ -70,11 +62,7 @@ class SourceRules:
                 )
 
     def real(self, path: str | Path, *, confined: bool) -> str:
-        """Return the real path of a path that a spec names, without links. Open it with `open_plain`.
-
-        Raises:
-            ForbiddenSourceError: The path leads to something that the spec must not reach.
-        """
+        """Return the real path, without links, of a path that a spec may name. Open it with `open_plain`."""
         # Not strict: only those who may read a file learn whether it exists.
         real = _normal(os.path.realpath(path))
         # As written too: `/proc/self/root/etc` is no way to name `/etc`.
@@ -150,7 +138,6 @@ def _paths(spec: EnvironmentSpec) -> Iterator[str]:
 
 
 def _texts(options: Any) -> Iterator[str]:
-    """Yield the strings in a plug-in's options."""
     if isinstance(options, str):
         # No system call takes a path with a zero byte.
         yield options.replace("\0", "")
@@ -200,7 +187,6 @@ def _port(parts: SplitResult) -> int:
 
 
 def _covers(allowed: SplitResult, named: SplitResult) -> bool:
-    """Return whether a URL has the scheme, host and port of an allowed one, and a path at or below its path."""
     authority = named.netloc.rpartition("@")[2]
     # Several hosts (libpq) and other tricks with the authority are not in `hostname` and `port`.
     plain = authority.lower() in {f"{named.hostname}", f"{named.hostname}:{_port(named)}", f"[{named.hostname}]",

@@ -272,10 +272,7 @@ class EnvironmentSpec(BaseModel):
         return "postgres" if self.driver == "postgres" else "sqlite"
 
     def root(self) -> dict[str, Any]:
-        """Return the members that name the root state, as JSON.
-
-        The source of a database is left out, because only its content matters. `Driver.identity` covers that content.
-        """
+        """Return the members that name the root state, as JSON; `Driver.identity` covers the content of databases."""
         members = self.model_dump(mode="json", exclude={"share", "confined"})
         # Earlier versions had no specs without one.
         members["workdir"] = self.workdir if self.image is not None else self.directory

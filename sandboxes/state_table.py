@@ -10,11 +10,7 @@ StateTable = dict[tuple[StateT, EventT], StateT]
 
 
 def next_state(table: StateTable[StateT, EventT], state: StateT, event: EventT) -> StateT:
-    """Return the state that follows an event.
-
-    Raises:
-        ValueError: The event is impossible in this state.
-    """
+    """Return the state that follows an event; one that is impossible here raises ValueError."""
     following = table.get((state, event))
     if following is None:
         raise ValueError(f"{type(state).__name__}.{state.name} has no transition for {event.name}.")

@@ -1,8 +1,7 @@
 """Background tasks: the only module that calls `asyncio.create_task` and `asyncio.ensure_future`.
 
 asyncio keeps only weak references to tasks, and an exception in a task that is not awaited is lost until the garbage
-collector finds it (Python documentation, `asyncio.create_task`). A `TaskOwner` holds its tasks, logs their failures,
-and waits for them when its own owner closes.
+collector finds it. A `TaskOwner` holds its tasks, logs their failures, and waits for them when its own owner closes.
 """
 
 import asyncio
@@ -45,18 +44,14 @@ class TaskOwner:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def __len__(self) -> int:
-        """Return the number of tasks that still run."""
         return len(self._tasks)
 
     def __iter__(self) -> Iterator[asyncio.Task[Any]]:
-        """Iterate over a copy of the tasks that still run."""
         return iter(tuple(self._tasks))
 
     def spawn(self, name: str, coroutine: Coroutine[Any, Any, T], *, awaited: bool = False) -> asyncio.Task[T]:
-        """Run a coroutine in the background, under a name for log lines; the owner holds the task until it ends.
-
-        An awaited task has a caller that handles its exception, so a failure is not logged here.
-        """
+        """Run a coroutine in the background, under a name for log lines; the owner holds the task until it ends."""
+        # An awaited task has a caller that handles its exception, so a failure is not logged here.
         task = asyncio.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._forget if awaited else self._report)

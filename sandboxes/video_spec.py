@@ -39,14 +39,11 @@ class VideoModel(BaseModel):
 
 
 class VideoTools(BaseModel):
-    """The videos that `load_video` knows by name, and how `preprocess` prepares them.
-
-    Attributes:
-        source: A directory, whose files are known by their names; one file; or files by name.
-    """
+    """The videos that `load_video` knows by name, and how `preprocess` prepares them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # A directory, whose files are known by their names; one file; or files by name.
     source: AbsolutePath | dict[VideoName, AbsolutePath]
     segment_s: float = Field(default=2.0, ge=0.5, le=600)
     frame_s: float = Field(

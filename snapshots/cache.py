@@ -31,13 +31,11 @@ log = structlog.get_logger()
 
 HARD_SHARE = 1.25
 """Share of a budget beyond which no snapshot is taken, whatever could still be evicted: the bound on the disk.
-
 Evictions follow freezes by some seconds and proofs by minutes. Nearer to 1, more states go without a snapshot
 meanwhile. Farther from it, the disk must have more room than the budgets say."""
 PATIENCE = 0.5
-"""Share of the room between a budget and its hard bound that is left to states that wait for their proofs.
-
-A proof takes seconds, and with 50 new states of 200 kB a second the least room lasts half a minute."""
+"""Share of the room between a budget and its hard bound that is left to states that wait for their proofs. A proof
+takes seconds, and with 50 new states of 200 kB a second the least room lasts half a minute."""
 HARD_BYTES = 256 << 20
 """Least room between a budget and its hard bound, in bytes, so that a small budget does not refuse the only ways."""
 
@@ -98,10 +96,6 @@ class SnapshotCache:
         budget_bytes: int,
         checkpoint_bytes: int,
     ) -> None:
-        """Make a cache over the snapshots of a store. The drivers free storage that no snapshot uses.
-
-        `budget_bytes` limits all snapshots together, `checkpoint_bytes` those that hold live processes.
-        """
         self._store, self._drivers, self._counters = store, drivers, counters
         self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
         self.failures = RestoreFailures(store)  # The restores that failed.
@@ -156,10 +150,7 @@ class SnapshotCache:
         return self._store.get(node.snapshot)
 
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float, age_s: float = 0.0) -> Snapshot:
-        """Write a frozen state to disk; see `SnapshotStore.save`.
-
-        Raises OSError if the disk is full or cannot be written.
-        """
+        """Write a frozen state to disk; see `SnapshotStore.save`."""
         return self._store.save(frozen, tree=tree, node=node, cost_s=cost_s, age_s=age_s)
 
     def load(self, snapshot: Snapshot) -> FrozenState:
@@ -195,11 +186,7 @@ class SnapshotCache:
 
     @contextmanager
     def leased(self, node: StateNode) -> Iterator[FrozenState]:
-        """Lend the snapshot of a node for a restore; it is not evicted inside the block.
-
-        Raises StateGoneError if the files of the snapshot are missing or damaged, SandboxError if they cannot be read
-        now.
-        """
+        """Lend the snapshot of a node for a restore; it is not evicted inside the block. StateGoneError if damaged."""
         snapshot = self.of(node)
         assert snapshot is not None
         try:
@@ -227,10 +214,9 @@ class SnapshotCache:
 
     @contextmanager
     def leased_all(self, tree: int | None = None) -> Iterator[list[Snapshot]]:
-        """Lend all snapshots of a tree, or of all trees.
+        """Lend all snapshots of a tree, or of all trees: they are not evicted inside the block."""
+        # They go with a node that is forgotten.
 
-        They are not evicted inside the block, but go with a node that is forgotten.
-        """
         # A list of the moment: snapshots that are taken meanwhile are not lent.
         snapshots = [snapshot for snapshot in self._store if tree is None or snapshot.tree == tree]
         for snapshot in snapshots:
@@ -251,11 +237,8 @@ class SnapshotCache:
             self.costs[snapshot.driver] = self.costs[snapshot.driver].restored(snapshot_kind(snapshot), seconds)
 
     def failed(self, node: StateNode, error: SandboxError, now: float, *, reproducible: bool) -> None:
-        """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use.
-
-        `now` is a time of a monotonic clock. `reproducible` says whether the node can be reached without its snapshot.
-        If not, the snapshot stays: the machine may recover.
-        """
+        """Note that a restore of the node's snapshot failed, and drop the snapshot if it is of no further use."""
+        # If the node cannot be reached without it (`reproducible`), the snapshot stays: the machine may recover.
         snapshot = self.of(node)
         if snapshot is None:
             # Another restore of the same snapshot may have failed before and dropped it.
@@ -306,7 +289,6 @@ class SnapshotCache:
         return evicted
 
     async def _evict_over(self, kind: SnapshotKind, used_bytes: int, budget_bytes: int, judge: Judge) -> int:
-        """Evict snapshots of one kind (images, or any) that exceed a budget; return how many."""
         excess_bytes = used_bytes - budget_bytes
         if excess_bytes <= 0:
             self._note_full(kind, is_full=False)
@@ -344,7 +326,6 @@ class SnapshotCache:
         return evicted
 
     def _judged(self, judge: Judge, snapshots: list[Snapshot]) -> list[Prospect]:
-        """Return prospects with what attempts to prove them have shown."""
         return [
             replace(prospect, reproducible=False) if prospect.name in self._hopeless else prospect
             for prospect in judge.prospects(snapshots)
@@ -373,7 +354,6 @@ class SnapshotCache:
             self._store.drop(snapshot)
 
     async def _collect(self) -> int:
-        """Have the drivers free storage that no snapshot uses; return the bytes that remain."""
         size_bytes = 0
         for driver in self._drivers.values():
             # Parts of live sandboxes stay as well; the drivers know them. Listed anew for each driver: while the one
@@ -383,7 +363,6 @@ class SnapshotCache:
 
 
 def _slices(snapshots: list[Snapshot]) -> Iterator[list[Snapshot]]:
-    """Yield parts that are judged at once, while calls wait: 20 us for each snapshot."""
     return (snapshots[first : first + 250] for first in range(0, len(snapshots), 250))
 
 

@@ -1,11 +1,9 @@
 """Capture: a sandbox's state becomes a snapshot while the agent thinks.
 
 A lease becomes a freeze (1), which starts after a delay (2), is written to disk (3) and attached to its node (4). Then
-the sandbox is idle again, in the same state.
-
-A state that the driver refuses to freeze is never tried again: `node.unfreezable` says why. A snapshot that cannot be
-written costs nothing but the snapshot. A sandbox that fails while it is frozen is closed; its state is then reached by
-replay.
+the sandbox is idle again. A state that the driver refuses to freeze is never tried again (`node.unfreezable`). A
+snapshot that cannot be written costs nothing else. A sandbox that fails while it is frozen is closed; its state is then
+reached by replay.
 """
 
 import asyncio
@@ -29,10 +27,9 @@ log = structlog.get_logger()
 N = TypeVar("N", bound=StateNode)
 
 FREEZE_DELAY_S = 0.02
-"""How long a freeze is put off if no call wants the sandbox.
-
-Drivers move what a call wrote into a layer of its own within 5 ms after it anyway. A freeze before that waits for it
-and delays other answers meanwhile; a freeze after it takes 0.1 ms (measured with `local`)."""
+"""How long a freeze is put off if no call wants the sandbox. Drivers move what a call wrote into a layer of its own
+within 5 ms after it anyway. A freeze before that waits for it and delays other answers meanwhile; a freeze after it
+takes 0.1 ms (measured with `local`)."""
 
 
 class StateTree(Protocol):
@@ -56,10 +53,7 @@ class Capture(Generic[N]):
     def __init__(
         self, cache: SnapshotCache, pool: Pool, counters: SnapshotCounters, save_node: Callable[[N], None]
     ) -> None:
-        """Capture sandboxes of a pool, which has their leases, for a cache.
-
-        `save_node` writes a tree's root to the store once its digest is known.
-        """
+        """Capture sandboxes of a pool for a cache; `save_node` writes a root to the store once its digest is known."""
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
         # The nodes whose states travel from another machine, and what is set when they are here.
@@ -100,11 +94,10 @@ class Capture(Generic[N]):
     async def freeze(
         self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float = math.inf
     ) -> StateDigest | None:
-        """Freeze a sandbox into a snapshot of the node. If the snapshot cannot be written, the node goes without one.
+        """Freeze a sandbox, if the disk allows, into a snapshot of the node; return the state's digest, or None.
 
-        Its processes have run since `live_from`, on the monotonic clock; infinite where none run.
-        Returns the digest of the frozen state; None if it has none. Raises NotFreezableError if the driver cannot
-        freeze the state, and SandboxError or OSError if the sandbox failed.
+        Its processes have run since `live_from`, on the monotonic clock; infinite where none run. Raises
+        NotFreezableError if the driver cannot freeze the state, and SandboxError or OSError if the sandbox failed.
         """
         # What the last call left to do is no part of a freeze's cost: the next call would have waited for it too.
         await settle(sandbox)
@@ -116,7 +109,6 @@ class Capture(Generic[N]):
     def _keep(
         self, frozen: FrozenState, tree: StateTree, node: N, start: float, age_s: float = 0.0
     ) -> StateDigest | None:
-        """Make a state that was frozen the snapshot of its node; return its digest, None if it has none."""
         freeze_s = time.perf_counter() - start
         self._counters.freeze_s.observe(freeze_s)
         # The root exists before any sandbox of it; its digest is first known here, and `merge` needs it in the
@@ -144,11 +136,7 @@ class Capture(Generic[N]):
         return frozen.state
 
     async def renew(self, slot: Slot, tree: StateTree, node: N, error: SandboxError) -> None:
-        """Replace a snapshot that could not be restored by one of a sandbox that a replay has brought to its state.
-
-        The slot is leased; `error` says why the snapshot could not be restored. Raises SandboxError or OSError if
-        the sandbox failed.
-        """
+        """Replace a snapshot that could not be restored by one of a leased sandbox that a replay brought there."""
         if self._cache.failures.is_renewal(node):
             # No snapshot of this state can be restored. This one goes once replays have proven their way.
             node.unfreezable = f"its snapshots cannot be restored: {error}"
@@ -203,7 +191,6 @@ class Capture(Generic[N]):
             self._report(node, error)
 
     async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float) -> NotFreezableError | None:
-        """Freeze a sandbox; return why its state cannot be frozen, or None."""
         try:
             await self.freeze(sandbox, tree, node, live_from)
         except NotFreezableError as refusal:

@@ -9,11 +9,10 @@ SnapshotKind = Literal["files", "processes"]
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A running mean of seconds.
+    """A running mean of seconds."""
 
-    A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
-    from then on, because what is no longer done is no longer measured. A lasting change is followed all the same.
-    """
+    # A measurement counts as at most four times the mean: one slow moment of the machine must not decide what is done
+    # from then on, because what is no longer done is no longer measured.
 
     seconds: float  # Before the first measurement the guess that it was made with.
     samples: int = 0  # Number of measurements.
@@ -39,10 +38,7 @@ class KindCosts:
 @dataclass(frozen=True, slots=True)
 class Costs:
     # Values are frozen, so a plan that is being made sees one consistent set of costs.
-    """What the ways to a sandbox cost with one driver. A sandbox that is at the node already costs nothing.
-
-    The guesses are medians of `bench/sandboxes` for `local` on two cores. The first measurement replaces each of them.
-    """
+    """What the ways to a sandbox cost with one driver; first guesses are `bench/sandboxes`' medians for `local`."""
 
     fresh: Mean = Mean(0.0065)  # Starting a sandbox in the root state.
     replay_overhead: Mean = Mean(0.015)  # What each replayed call takes beside the tool itself.

@@ -1,8 +1,7 @@
 """Snapshot policy: which states are worth a snapshot, and which snapshots to evict first.
 
-A snapshot saves a replay each time a sandbox is needed in its state. It costs the seconds to take it and the bytes that
-it holds. TVCACHE (arXiv 2602.10986) keeps a fork for every mutating call; here the cost of a replay is known, so states
-that are cheap to replay need no snapshot. `bench/regret.py` measures these rules against the best choice in hindsight.
+A snapshot saves a replay each time a sandbox is needed in its state. It costs the seconds to take it and its bytes, so
+states that are cheap to replay need none. `bench/regret.py` measures these rules against the best choice in hindsight.
 """
 
 import heapq
@@ -15,10 +14,9 @@ FUTURE = 0.5
 """
 
 CHEAP_SHARE = 0.25
-"""Share of a call's own time that a snapshot of its state may always cost.
-
-So misses cost at most a quarter more, and a rollout that leaves the tree waits for no replay. With files, a freeze
-takes 0.6 to 2.5 ms beside 10 to 25 ms of a call."""
+"""Share of a call's own time that a snapshot of its state may always cost. So misses cost at most a quarter more, and a
+rollout that leaves the tree waits for no replay. With files, a freeze takes 0.6 to 2.5 ms beside 10 to 25 ms of a
+call."""
 
 RARE = 1e-4
 """Rate of reuse below which cheap snapshots are not taken: some ten thousand states in a row that no rollout needed."""
@@ -32,11 +30,10 @@ _MEMORY = 2000.0
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """How often a state needs a sandbox again, learnt over all states.
+    """How often a state needs a sandbox again, learnt over all states."""
 
-    The first guess, 1 in 20 with the weight of 100 chances, comes from the recorded API workloads (groups of 2 to 5
-    rollouts).
-    """
+    # The first guess, 1 in 20 with the weight of 100 chances, comes from the recorded API workloads (groups of 2 to 5
+    # rollouts).
 
     uses: float = 5.0  # How many rollouts needed a sandbox at a state.
     # How many rollouts might have come to need one: those above a state when it was made, and `FUTURE` for each
@@ -81,11 +78,10 @@ class Prospect:
 
 
 def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> float:
-    """Return how often a sandbox will be needed in a state.
+    """Return how often a sandbox will be needed in a state, which rollouts `behind` may still come to and leave there.
 
-    Each of the rollouts above the state (`behind`) may still come and leave the tree there. How likely that is follows
-    from all states, and the more from this one the more rollouts have visited it. `demand` is how many of these needed
-    a sandbox.
+    How likely that is follows from all states, and the more from this one the more rollouts have visited it. `demand`
+    is how many of these needed a sandbox.
     """
     # A weighted mean: the rate of all states counts like `_OWN_WEIGHT` visits, the state's own demand like its
     # visits.
@@ -98,12 +94,10 @@ def at_stake_s(*, replayed: int, diverged: int, doubtful: int = 0) -> float:
     """Return the seconds that a use loses on average without a snapshot, because the replay may diverge.
 
     A replay that diverges loses the rollout: some ten calls and the thinking between them, 60 s. How likely that is
-    follows from the calls replayed so far in this process. The first guess, with the weight of 300 calls, is 0.3 %: so
-    many states differed when the recorded shell workload was run twice.
-
-    `doubtful` is the number of calls on the way that ran beside live processes and look unrepeatable (`tree.doubtful`).
-    No measurement says how many of them diverge. One in two is assumed, at 300 s, because a snapshot is mostly paid for
-    while the model thinks, and a lost rollout may hold up its whole group.
+    follows from the calls replayed so far. The first guess, with the weight of 300 calls, is 0.3 %: so many states
+    differed when the recorded shell workload was run twice. Of `doubtful` calls on the way, beside live processes
+    (`tree.doubtful`), one in two is assumed to diverge, at 300 s, because a snapshot is mostly paid for while the model
+    thinks, and a lost rollout may hold up its group.
     """
     # 0.9 of 300 are the 0.3 % of the first guess. Each doubtful call halves the chance that the replay succeeds.
     return 60.0 * (0.9 + diverged) / (300 + replayed) + 300.0 * (1 - 0.5**doubtful)
@@ -113,8 +107,8 @@ def worth_keeping(prospect: Prospect, *, cost_s: float) -> bool:
     """Return whether to take a snapshot: it must save more seconds than it costs, or may be the only way to its state.
 
     Behind a doubtful call each state without live processes is kept: a later rollout comes to it by hits, and its next
-    miss would be lost. That costs some milliseconds, and up to 0.1 s with PostgreSQL. Behind doubtful calls beside live
-    processes the seconds decide, because nearly all calls there are doubtful, and checkpoints are dear.
+    miss would be lost. Behind doubtful calls beside live processes the seconds decide, because nearly all calls there
+    are doubtful, and checkpoints are dear.
     """
     if prospect.doubtful or not prospect.reproducible:
         return True
@@ -123,11 +117,11 @@ def worth_keeping(prospect: Prospect, *, cost_s: float) -> bool:
 
 
 def is_cheap(reuse: Reuse, *, cost_s: float, made_s: float) -> bool:
-    """Return whether a snapshot costs so little beside the call that made its state that it is taken unless unused.
+    """Return whether a snapshot costs so little beside its state's last call (`made_s`) that it is taken unless unused.
 
     Otherwise states that no rollout has left yet are kept far apart, and the first rollout that leaves between two of
     them waits for the replay of all calls since the nearest. None is cheap where nearly no state is needed again
-    (`reuse`). `made_s` is the expected time of the last call to the state when it is replayed.
+    (`reuse`).
     """
     return reuse.rate >= RARE and cost_s <= CHEAP_SHARE * made_s
 
@@ -150,10 +144,10 @@ def why(prospect: Prospect) -> str:
 
 
 def victims(prospects: Iterable[Prospect], *, excess_bytes: float) -> list[str]:
-    """Return the names of the snapshots to evict, least value first, until `excess_bytes` are freed.
+    """Return the names of the snapshots to evict, least value first, until `excess_bytes` are freed, if possible.
 
-    Snapshots that are held (leased, pinned), or that may be the only way to their state, are never among them, even if
-    less is freed then. An eviction costs time and never an answer, so the other way must have been proven.
+    Snapshots that are held, or that may be the only way to their state, are never among them: an eviction costs time
+    and never an answer, so the other way must have been proven.
     """
     return _least_valuable(list(prospects), lambda p: p.proven and not p.held, excess_bytes)
 
@@ -161,8 +155,8 @@ def victims(prospects: Iterable[Prospect], *, excess_bytes: float) -> list[str]:
 def unneeded(prospects: Iterable[Prospect], *, excess_bytes: float) -> list[str]:
     """Return the names of snapshots to give up although no replay has reached their states, least value first.
 
-    No running rollout is where it needs them. A later one that makes the same calls is not led there: it runs them
-    again, which proves the states or makes others. This too costs time and no answer.
+    No running rollout is where it needs them. A later one with the same calls is not led there: it runs them again,
+    which proves the states or makes others.
     """
     return _least_valuable(list(prospects), lambda p: not (p.needed or p.held), excess_bytes)
 
@@ -179,10 +173,8 @@ def _order(prospect: Prospect) -> tuple[float, str]:
 
 
 def _least_valuable(prospects: list[Prospect], may_go: Callable[[Prospect], bool], excess_bytes: float) -> list[str]:
-    """Return what frees the bytes at the least value. What frees nothing stays, until what shares its parts has gone.
-
-    A state shares the storage of the states that it was built on, so only the last of them frees a part.
-    """
+    """Return what frees the bytes at the least value. What frees nothing stays."""
+    # A state shares the storage of the states that it was built on, so only the last of them frees a part.
     users, bytes_of = Counter(part for p in prospects for part in _parts(p)), dict[str, float]()
     # The state with the fewest parts of those that have one has brought it along.
     for prospect in sorted(prospects, key=lambda p: (len(p.parts), p.name)):

@@ -1,17 +1,14 @@
 """Snapshots on disk: a file each, which holds a manifest and the driver's payload.
 
-A file that is shorter or longer than its manifest says is half written and is removed at the next start. Layers are
-written without waiting for the disk, so after a reboot no snapshot can be trusted, and all are removed: a lost snapshot
-costs time, a damaged one a wrong answer.
+The first line of a file is the digest of the second, which is the manifest; that names the digest of the payload, which
+is the rest. Both are compared whenever they are read. A file of another length than its manifest says is half written
+and is removed at the next start, as is one of another version of its driver (`VersionedDriver`). Layers are written
+without waiting for the disk, so after a reboot all snapshots are removed: a lost one costs time, a damaged one a wrong
+answer.
 
-A snapshot of another version of its driver is removed too (`VersionedDriver`): its payload may mean something else.
-
-A file is in the directory that the first two characters of its name give. ext4 puts these directories into block groups
-of their own. Without a journal, it passes over each file of a group that was removed in the last minute whenever it
-makes one there, which took longer than all else of a snapshot (0.6 ms).
-
-The first line of a file is the digest of the second, which is the manifest. The manifest names the digest of the
-payload, which is the rest. Both digests are compared whenever they are read.
+A file is in the directory that the first two characters of its name give. ext4 puts these into block groups of their
+own: without a journal, it passes over each file of a group that was removed in the last minute whenever it makes one
+there.
 """
 
 import contextlib
@@ -40,10 +37,7 @@ class SnapshotStore:
     """All snapshots of a data directory. Manifests are in memory; payloads are read when a snapshot is restored."""
 
     def __init__(self, directory: Path, drivers: Mapping[str, Driver] | None = None) -> None:
-        """Create a store that is not open yet. The drivers are needed for their versions.
-
-        Snapshots of other drivers are kept as they are.
-        """
+        """Create a store that is not open yet; snapshots of other drivers than these are kept as they are."""
         self._directory = directory
         self._versions = {
             name: driver.state_version if isinstance(driver, VersionedDriver) else None
@@ -53,10 +47,7 @@ class SnapshotStore:
         self.checkpoint_bytes = 0  # Bytes of the snapshots that hold live processes.
 
     def open(self) -> int:
-        """Read the manifests, remove half-written and damaged snapshots, and return how many remain.
-
-        After a reboot of the machine all snapshots are removed.
-        """
+        """Read manifests, remove damaged snapshots (all after a reboot), and return how many remain."""
         self._directory.mkdir(parents=True, exist_ok=True)
         # The kernel makes a new boot id at each start of the machine.
         boot, mark = boot_id(), self._directory / "boot-id"
@@ -99,12 +90,9 @@ class SnapshotStore:
         return self._directory / name[:_SHARE] / name
 
     def save(self, frozen: FrozenState, *, tree: int, node: int, cost_s: float, age_s: float = 0.0) -> Snapshot:
-        """Write a frozen state and return its snapshot. Blocking. `cost_s` is how long the freeze took.
+        """Write a frozen state and return its snapshot. Blocking."""
+        # `cost_s` is how long the freeze took, `age_s` for how long its live processes had run.
 
-        `age_s` is for how long its live processes had run.
-
-        Raises OSError if the disk is full, for example. What was written is removed, now or at the next start.
-        """
         # Random and not counted: a name is never used twice, so nothing stale can be mistaken for this snapshot.
         name = os.urandom(16).hex()
         state = frozen.state
@@ -141,10 +129,7 @@ class SnapshotStore:
         return self._add(_snapshot(name, manifest))
 
     def load(self, snapshot: Snapshot) -> FrozenState:
-        """Read what a driver needs to restore a snapshot. Blocking.
-
-        Raises FileNotFoundError or ValueError if the snapshot is missing or damaged, OSError if it cannot be read now.
-        """
+        """Read what a driver needs to restore a snapshot, or raise FileNotFoundError or ValueError. Blocking."""
         manifest, content = _parts(self._path(snapshot.id).read_bytes())
         # A state with live processes has no digest.
         state = manifest["state"] and StateDigest(*(bytes.fromhex(digest) for digest in manifest["state"]))
@@ -187,10 +172,6 @@ class SnapshotStore:
 
 
 def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:
-    """Return the manifest and the payload in the content of a file.
-
-    Raises ValueError if the manifest is not what was written.
-    """
     digest, _, rest = content.partition(b"\n")
     body, _, payload = rest.partition(b"\n")
     if digest != _digest(body).encode():
@@ -211,6 +192,5 @@ def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
 
 
 def _remove(path: Path) -> None:
-    """Remove a snapshot's file. The next start removes leftovers."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)

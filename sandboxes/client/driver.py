@@ -27,19 +27,12 @@ ROOT = StateDigest(b"\0" * 32, b"\0" * 32)
 
 @dataclass(frozen=True, slots=True)
 class ClientReport:
-    """What a client says about one call of its own.
+    """What a client says about one call of its own."""
 
-    Attributes:
-        at: The digest of the state at which the call ran (`state_after`).
-        answer: The answer, as JSON.
-        seconds: How long the tool ran.
-        changes: Whether the call leads to a state of its own. False for a call that only reads.
-    """
-
-    at: bytes
-    answer: bytes
-    seconds: float
-    changes: bool
+    at: bytes  # The digest of the state at which the call ran (`state_after`).
+    answer: bytes  # The answer, as JSON.
+    seconds: float  # How long the tool ran.
+    changes: bool  # Whether the call leads to a state of its own. False for a call that only reads.
 
     def encoded(self) -> bytes:
         """Return the report as the body of its call."""
@@ -48,11 +41,7 @@ class ClientReport:
 
     @staticmethod
     def of(call: ToolCall) -> "ClientReport":
-        """Return the report that a call carries.
-
-        Raises:
-            SandboxError: It carries none.
-        """
+        """Return the report that a call carries; a call without one is a `SandboxError`."""
         try:
             fields = orjson.loads(call.body)
             return ClientReport(
@@ -75,11 +64,7 @@ class ClientSandbox:
         self.id, self.alive, self._state = name, True, state
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Return what the client reported.
-
-        Raises:
-            SandboxError: The call carries no report, or one that holds at another state.
-        """
+        """Return what the client reported. A report of another state is a `SandboxError`."""
         if call.endpoint != "tvcache":
             text = orjson.dumps({"detail": "the sandboxes of this task belong to its client, which runs the calls"})
             return Execution(ToolResult(501, "application/json", text), Effect.NONE, 0.0, self._state)

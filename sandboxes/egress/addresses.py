@@ -1,7 +1,6 @@
-"""Which addresses the egress proxy connects to (pure).
+"""Which addresses the egress proxy connects to (pure): the lists of IANA's special-purpose registries (RFC 6890).
 
-The lists follow IANA's registries of special-purpose addresses (RFC 6890), with two additions: what tunnels to an IPv4
-address in an IPv6 address, and the address at which Azure serves its machines.
+Two are added: what tunnels to an IPv4 address in an IPv6 address, and the address at which Azure serves its machines.
 """
 
 from ipaddress import IPv6Address, ip_address, ip_network

@@ -66,15 +66,11 @@ class Dialer:
     """Connects to hosts outside."""
 
     def __init__(self, resolve: Resolve = resolve, connect: Connect = connect) -> None:
-        """Take what looks up names and what connects; tests have their own."""
         self._resolve, self._connect = resolve, connect
         self._room, self._look_ups = FairSlots(_LOOK_UPS), TaskOwner()
 
     async def dial(self, requester: Requester, host: str, port: int) -> socket.socket:
-        """Return a connection to a host. The requester's share of the look-ups is bounded.
-
-        Raises FailedError if the name leads to an address that is not public, or cannot be reached.
-        """
+        """Return a connection to a host; a name with an address that is not public is a `FailedError`."""
         try:
             async with asyncio.timeout(_RESOLVE_S):
                 addresses = await self._look_up(requester, host)

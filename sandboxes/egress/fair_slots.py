@@ -21,7 +21,6 @@ class FairSlots:
     """A number of slots. Requesters wait for one; a slot that is given back goes to the first that may have it."""
 
     def __init__(self, count: int) -> None:
-        """Begin with a number of free slots."""
         self._free = count
         self._of_sandbox: Counter[str] = Counter()
         self._of_scope: Counter[str] = Counter()

@@ -32,16 +32,14 @@ _SILENCE_S = 30.0
 _RESPONSE_S = 300.0
 """Longest time of a whole response: the largest one at half a megabyte a second."""
 _AT_ONCE = 32
-"""Responses that are received at once: bounds the disk that drafts take to 32 times the largest response.
-
-A sandbox gets 11 of them; package managers open some ten connections."""
+"""Responses that are received at once: bounds the disk that drafts take to 32 times the largest response. A sandbox
+gets 11 of them; package managers open some ten connections."""
 
 
 class HostFetcher:
     """Answers plain requests."""
 
     def __init__(self, dialer: Dialer, recordings: Recordings, *, max_body_bytes: int = MAX_BODY_BYTES) -> None:
-        """Take what connects to hosts, and where responses are recorded."""
         self._dialer, self._recordings, self._max_body_bytes = dialer, recordings, max_body_bytes
         self._room = FairSlots(_AT_ONCE)
         self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
@@ -49,11 +47,7 @@ class HostFetcher:
     async def fetch(
         self, requester: Requester, method: str, target: Target, headers: Headers
     ) -> tuple[RecordedResponse, EgressOutcome]:
-        """Return a response, and whether it was recorded now or before, or is not recorded.
-
-        The rules allow the target already. Raises RefusedError if the request has characters that a request must not
-        have, and FailedError if there is no response, or it is too large.
-        """
+        """Return a response to a request that is allowed, and whether it was recorded now or before, or is not."""
         try:
             head = request_head(method, target.path, headers, target.authority, 0)
         except InvalidRequestError as error:
@@ -116,21 +110,17 @@ class HostFetcher:
 
 
 class _Receiver:
-    """Takes a response while it comes."""
-
     def __init__(self, draft: BinaryIO, max_bytes: int) -> None:
         self.status = 0  # 0 until it is there.
         self.headers: Headers = ()  # End-to-end headers, without those that frame the response.
         self._draft, self._room = draft, max_bytes
 
     async def head(self, status: int, headers: Headers) -> None:
-        """Take the head. Raises FailedError if it has too many headers."""
         if len(headers) > MAX_HEADERS:
             raise FailedError(f"the response has more than {MAX_HEADERS} headers")
         self.status, self.headers = status, end_to_end(headers, without=REFRAMED)
 
     async def data(self, chunk: bytes) -> None:
-        """Take the next piece of the body. Raises FailedError if the body is too large."""
         self._room -= len(chunk)
         if self._room < 0:
             raise FailedError("the response is too large to be recorded")

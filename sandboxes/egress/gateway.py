@@ -48,10 +48,7 @@ class EgressGateway:
     """The egress of one driver's sandboxes. The egress proxy starts with the first one that has egress."""
 
     def __init__(self, folder: Path, *, module: str = "sandboxes.egress.process") -> None:
-        """Describe the egress proxy, which records responses in a folder.
-
-        `module` is the one whose `main` the process runs. Tests have one that resolves names to their own hosts.
-        """
+        """Describe the egress proxy; its process runs the `main` of `module`, which tests replace."""
         self._folder = folder
         self._process = ForkServer("the egress proxy", module, [str(folder)], site_packages=True)
         self._starting = asyncio.Lock()
@@ -59,10 +56,7 @@ class EgressGateway:
         self._doubtful: set[str] = set()
 
     async def open_outlet(self, sandbox: str, spec: EnvironmentSpec, listener: int) -> "SandboxEgress":
-        """Serve the connections of a sandbox whose spec has egress. The listening socket is closed here.
-
-        Raises SandboxError if the egress proxy does not start.
-        """
+        """Serve the connections of a sandbox whose spec has egress. The listening socket is closed here."""
         assert spec.egress is not None, "only sandboxes with egress have a listening socket"
         try:
             async with self._starting:
@@ -97,17 +91,11 @@ class SandboxEgress:
     """The egress of one sandbox."""
 
     def __init__(self, sandbox: str, process: ForkServer, is_doubtful: Callable[[], bool]) -> None:
-        """Take over an open outlet of the egress proxy.
-
-        `is_doubtful` says whether a recording that is repeated may differ from the one that was recorded with a call.
-        """
+        """Take over an open outlet. `is_doubtful`: whether a repeated recording may differ from the recorded call's."""
         self._sandbox, self._process, self._is_doubtful = sandbox, process, is_doubtful
 
     async def conclude(self, execution: Execution) -> Execution:
-        """Return the outcome of a call with what came through the egress since the last one.
-
-        Raises SandboxError if the egress proxy has ended, so that it is unknown what came through.
-        """
+        """Return a call's outcome with what came in since the last one; `SandboxError` if the egress proxy ended."""
         taken = (await self._process.ask(TakeExchanges(self._sandbox))).message
         for exchange in taken.exchanges:
             log.info("egress", sandbox=self._sandbox, **asdict(exchange))

@@ -1,7 +1,6 @@
 """Requests of programs in a sandbox, over their connections to the egress proxy. The second door to h11.
 
-h11 parses each request and frames each response, so that no byte of one side reaches the other side unparsed. A
-connection serves one request.
+h11 parses each request and frames each response, so that no byte of one side reaches the other side unparsed.
 """
 
 import asyncio
@@ -37,17 +36,12 @@ class ProgramConnection:
     """One connection of a program in a sandbox."""
 
     def __init__(self, connection: socket.socket) -> None:
-        """Take over a connection, which must not block."""
         self.connection = connection
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._is_head = False
 
     async def request(self) -> ProgramRequest:
-        """Read the request. Raises RefusedError if it is not HTTP, too large, or has a body.
-
-        Raises OSError if the connection broke or ended before a request, TimeoutError if the request did not come in
-        time.
-        """
+        """Read the request; one that is not HTTP, is too large, or has a body, is a `RefusedError`."""
         try:
             async with asyncio.timeout(_HEAD_S):
                 head = await self._next()
@@ -71,11 +65,7 @@ class ProgramConnection:
         return event
 
     async def respond(self, status: int, headers: Headers, length: int | None) -> None:
-        """Send the head of a response; `length` is that of the body, None for a response without one.
-
-        Raises OSError if the connection broke, and TimeoutError if the program does not read, as do all methods that
-        send.
-        """
+        """Send the head of a response; `length` is that of the body, None for a response without one."""
         framing = () if length is None else (("content-length", str(length)),)
         lines = [*headers, *framing, ("connection", "close")]
         encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in lines]
@@ -99,10 +89,7 @@ class ProgramConnection:
             await self.data(body)
 
     async def finish(self) -> None:
-        """Say that nothing follows, and wait shortly for the program to close its end.
-
-        A close with unread bytes would reset the connection, and the program might lose the end of its response.
-        """
+        """Say that nothing follows, and wait shortly: a close with unread bytes would reset the connection."""
         loop = asyncio.get_running_loop()
         self.connection.shutdown(socket.SHUT_WR)
         with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
 """The outlet of one sandbox: it accepts the connections of the sandbox's programs, and serves each by the rules.
 
-The listening socket was made in the sandbox's network namespace and handed over. A socket belongs to its namespace for
-ever, so connections come from that one sandbox, which still has no interface but its loopback.
+The listening socket was made in the sandbox's network namespace, to which it belongs for ever. So connections come from
+that one sandbox, which still has no interface but its loopback.
 """
 
 import asyncio
@@ -22,10 +22,8 @@ from sandboxes.egress.targets import RefusedError, Target, forwarded, target_of
 from sandboxes.task_owner import TaskOwner, start
 
 _CONNECTIONS = 32
-"""Connections of one sandbox that are served at once; further ones wait in the queue of its listening socket.
-
-Package managers open some ten. The limit keeps the sandboxes of a large proxy from using up this process's descriptors.
-"""
+"""Connections of one sandbox that are served at once; further ones wait in the queue of its listening socket. Package
+managers open some ten. The limit keeps the sandboxes of a large proxy from using up this process's descriptors."""
 _EXCHANGES = 100
 """Requests that are remembered until the proxy takes them, after each call. Of more, only the number is kept."""
 _URL_CHARACTERS = 1000
@@ -52,10 +50,6 @@ class Outlet:
         fetcher: HostFetcher,
         dialer: Dialer,
     ) -> None:
-        """Take over a listening socket in the sandbox's network namespace; `serve` accepts its connections.
-
-        The fetcher answers plain requests to the hosts of the spec, the dialer connects tunnels.
-        """
         listener.setblocking(False)
         self._listener, self._hosts, self._requester = listener, hosts, requester
         self._fetcher, self._dialer = fetcher, dialer
@@ -106,10 +100,8 @@ class Outlet:
     def _note(
         self, exchange: EgressExchange, outcome: EgressOutcome, status: int, detail: str = "", size_bytes: int = 0
     ) -> None:
-        """Note a request before its first byte is answered: the call that gets it may end right after that.
-
-        What comes in is not repeatable unless it was recorded before, or follows from the rules alone.
-        """
+        """Note a request before its first byte is answered: the call that gets it may end right after that."""
+        # What comes in is not repeatable unless it was recorded before, or follows from the rules alone.
         exchange.outcome, exchange.status, exchange.size_bytes = outcome, status, size_bytes
         exchange.detail = detail[:_URL_CHARACTERS]
         self._live |= outcome not in ("repeated", "refused")
@@ -182,11 +174,8 @@ class Outlet:
         inwards: EgressExchange | None,
         chunk: bytes = b"",
     ) -> None:
-        """Pass on bytes in one direction until they end, beginning with a chunk that came already.
-
-        `moved_at` says when a byte last passed in either direction: one list for both. `inwards` counts the bytes that
-        a program receives; None in the other direction.
-        """
+        """Pass on bytes in one direction until they end, beginning with a chunk that came already."""
+        # `moved_at` is one list for both directions. `inwards` counts the bytes that a program receives.
         loop, room = asyncio.get_running_loop(), _TUNNEL_BYTES
         await _send(sink, chunk)
         while room > 0:

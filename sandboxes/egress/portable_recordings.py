@@ -1,8 +1,8 @@
 """Export and import of recordings: each travels as the file that it is; see `sandboxes.portability`.
 
-An imported file comes from elsewhere and is taken for hostile. It is read as a recording, and must be one that the
-egress proxy here could have written. It never replaces a recording of this machine, and it answers only sandboxes of
-the importing environment, because its name begins with the name of that environment.
+An imported file is taken for hostile: it must be a recording that the egress proxy here could have written. It never
+replaces a recording of this machine, and it answers only sandboxes of the importing environment, whose name begins its
+own.
 """
 
 import filecmp
@@ -25,11 +25,7 @@ class PortableRecordings:
     def __init__(
         self, folder: Path, scope: str, recount: Callable[[], Awaitable[None]], doubt: Callable[[], None]
     ) -> None:
-        """Describe the recordings of an environment (`scope`) in one driver's folder.
-
-        `recount` tells the egress proxy that there are others. `doubt` is called when a request has another recording
-        here than on the machine that exported it.
-        """
+        """Describe an environment's recordings; `doubt` is called when the exporting machine had another recording."""
         self._folder, self._scope, self._recount, self._doubt = folder, scope, recount, doubt
 
     def names(self) -> list[str]:
@@ -37,20 +33,13 @@ class PortableRecordings:
         return sorted(path.name.partition("-")[2] for path in self._folder.glob(f"{self._scope}-*"))
 
     def pack(self, name: str) -> Iterator[bytes]:
-        """Yield the bytes of a recording. Blocking. Raises ValueError if it is damaged.
-
-        Raises OSError if it was removed meanwhile, or cannot be read.
-        """
+        """Yield the bytes of a recording. Blocking. A damaged one is a `ValueError`."""
         with self._path(name).open("rb") as file:
             read(file)
             yield from iter(lambda: file.read(_CHUNK_BYTES), b"")
 
     def take(self, name: str, file: Path) -> None:
-        """Add a recording under its name on the exporting machine, unless there is one of this request. Blocking.
-
-        The file, on the file system of the driver, becomes the recording. Raises NotPortableError if the egress proxy
-        would not have written such a recording, and OSError if the machine cannot store it.
-        """
+        """Make a file a recording, unless its request has one; NotPortableError if we would not write it. Blocking."""
         if _NAME.fullmatch(name) is None:
             raise NotPortableError(f"{name[:80]!r} names no recording")
         _check(file)

@@ -1,7 +1,6 @@
 """The egress proxy: a process of its own, in which nothing of the proxy's is, and whose both sides may be hostile.
 
-It ends when the driver closes its socket, or dies. It has no capability but to open files, and the filter of system
-calls that sandboxes have.
+Its only capability is to open files. It has the filter of system calls that sandboxes have, and ends with the driver.
 """
 
 import asyncio
@@ -35,7 +34,6 @@ class EgressServer:
     """Serves the outlets of all sandboxes of one driver."""
 
     def __init__(self, folder: Path, dialer: Dialer) -> None:
-        """Use a directory for recordings, and what connects to hosts."""
         self._dialer = dialer
         self._recordings = Recordings(folder)
         self._fetcher = HostFetcher(dialer, self._recordings)

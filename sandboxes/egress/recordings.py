@@ -82,10 +82,7 @@ class Recordings:
         Path(draft.name).unlink(missing_ok=True)
 
     def keep(self, key: str, draft: BinaryIO, status: int, headers: Headers) -> None:
-        """Make a draft, to which the body was written, the recording of a request.
-
-        `fetching.HostFetcher` makes the key.
-        """
+        """Make a draft, to which the body was written, the recording of a request."""
         draft.seek(0, os.SEEK_END)
         head = json.dumps({"status": status, "headers": headers}).encode()
         draft.write(head + _LENGTH.pack(len(head)))
@@ -122,10 +119,7 @@ class Recordings:
         return response
 
     def _trim(self) -> None:
-        """Remove files until three quarters of the room are used: always of the environment that takes most.
-
-        So a sandbox that requests without end removes the recordings of its own environment, and not those of others.
-        """
+        """Remove files until three quarters of the room are used: always of the environment that takes most."""
         # The least recently used one is the last of its list.
         scopes: dict[str, list[Path]] = {}
         for path in sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True):
@@ -142,11 +136,7 @@ class Recordings:
 
 
 def read(file: BinaryIO) -> RecordedResponse:
-    """Return the response in a recording, whose body is the file itself. Blocking.
-
-    Raises ValueError if the file is not what was written, and OSError if it is shorter than any recording, or cannot be
-    read.
-    """
+    """Return the response in a recording, whose body is the file itself; a damaged one is a `ValueError`. Blocking."""
     size_bytes = file.seek(-_DIGEST_BYTES, os.SEEK_END)
     if file.read() != _digest(file, size_bytes):
         raise ValueError("the file is not what was written")
@@ -162,7 +152,6 @@ def read(file: BinaryIO) -> RecordedResponse:
 
 
 def _digest(file: BinaryIO, size_bytes: int) -> bytes:
-    """Return the digest of the first bytes of a file, and leave the file at their end."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     file.seek(0)
     while size_bytes > 0 and (chunk := file.read(min(size_bytes, _CHUNK_BYTES))):

@@ -1,7 +1,6 @@
 """Targets: what a request of a program in a sandbox means, and whether the rules allow it (pure).
 
-Everything is refused that is not clearly a request to an allowed host, so that no server behind this one can
-read it otherwise.
+What is not clearly a request to an allowed host is refused, so that no server behind this one can read it otherwise.
 """
 
 import re
@@ -52,11 +51,7 @@ class Target:
 
 
 def target_of(method: str, target: str, hosts: Sequence[str]) -> Target:
-    """Return where a request leads, by its target: host and port for CONNECT, else an absolute URL.
-
-    For `hosts` see `sandboxes.server_spec.Egress`. Raises RefusedError if the request is malformed, or the rules do not
-    allow it.
-    """
+    """Return where a request leads: host and port for CONNECT, else a URL; `RefusedError` if that is not allowed."""
     if method == "CONNECT":
         destination, usual_port = Target(*_authority(target, None), ""), HTTPS_PORT
     else:

@@ -30,12 +30,11 @@ StartedT = TypeVar("StartedT")
 
 
 class ChildDeaths:
-    """Wakes a `poll` for each child of this process that ends.
+    """Wakes a `poll` for each child of this process that ends."""
 
-    In a sandbox that a checkpoint brought back, pid 1 can be the parent of a daemon: CRIU makes the leader of the
-    daemon's session again, and the daemon is an orphan when that leader ends. Then pid 1 has to collect the daemon as
-    promptly as the anchor does, because programs look whether the pid is gone.
-    """
+    # CRIU can make pid 1 the parent of a daemon: it makes the leader of the daemon's session again, and the daemon is
+    # an orphan when that leader ends. Programs look whether the daemon's pid is gone, so pid 1 must collect it
+    # promptly.
 
     def __init__(self) -> None:
         """Begin to wake. A process can have one such object only."""
@@ -62,16 +61,13 @@ def known(status: int | None) -> int:
 
 
 class AnchoredProcesses:
-    """The processes of a sandbox as far as their anchor goes.
-
-    Attributes:
-        anchor: The anchor; None until the first process is started, and after the agent has killed it.
-        make_room: Called when no process can be started. It returns whether it has ended some that were too many.
-    """
+    """The processes of a sandbox as far as their anchor goes."""
 
     def __init__(self, user: User) -> None:
         self.user = user
+        # The anchor; None until the first process is started, and after the agent has killed it.
         self.anchor: Anchor | None = None
+        # Called when no process can be started. It returns whether it has ended some that were too many.
         self.make_room: Callable[[], bool] = lambda: False
         self._anchor_runs: dict[processes.Process, int] = {}
         self._ended: dict[int, int] = {}
@@ -100,10 +96,7 @@ class AnchoredProcesses:
         self._ended |= processes.kill_except(spared, first=first)
 
     def status_of(self, pid: int) -> int | None:
-        """Return how a process ended that the anchor has started; it has or is about to.
-
-        None if the process that had collected it was killed before it reported the code.
-        """
+        """Return how a process of the anchor ended; None if what had collected it was killed before it reported."""
         parents = {os.getpid()}
         if self.anchor is not None:
             try:
@@ -122,16 +115,14 @@ class AnchoredProcesses:
         return self._ended.get(pid)
 
     def watch_anchor(self) -> None:
-        """Note how often the anchor has run: it sleeps while a command runs, unless it collects an orphan. 0.03 ms."""
+        """Note how often the anchor has run: it sleeps while a command runs, unless it collects an orphan."""
         if self.anchor is not None and not self.anchor.hidden:
             self._anchor_runs = self._runs_of_anchor()
 
     def anchor_was_touched(self) -> bool:
-        """Return whether a command may have changed the anchor, from which all later shells are forked.
-
-        A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
-        0.05 ms. Called only while nothing survives, so pid 1 itself is as it was before the first call.
-        """
+        """Return whether a command may have changed the anchor, from which all later shells are forked."""
+        # A command can change its limits and scheduling. It can also write bash to the pipe of a bash, and trace that.
+        # Called only while nothing survives, so pid 1 itself is as it was before the first call.
         if (anchor := self.anchor) is None:
             return False
         if anchor.hidden:

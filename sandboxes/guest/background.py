@@ -83,17 +83,7 @@ def pending_outputs(ends: Mapping[int, int]) -> dict[int, PendingOutput]:
 
 
 class BackgroundProcess:
-    """One process that goes on in the background, or the watch of a directory, which behaves like one.
-
-    Attributes:
-        description: What it was started with: number, argv, environment and the rest of the call's arguments.
-        streams: Its output, by stream number.
-        terminal: Whether it has a terminal. Its master end is then both the OUT stream and the way to type.
-        stdin: Our end of its stdin; -1 if it has none or it is closed.
-        code: Its exit code; None until the supervisor knows that it has ended.
-        signals: The signals that calls have sent to it.
-        until: When its time is up and it alone is killed, by `time.monotonic`.
-    """
+    """One process that goes on in the background, or the watch of a directory, which behaves like one."""
 
     def __init__(
         self,
@@ -104,15 +94,16 @@ class BackgroundProcess:
         pid: int,
         status: Callable[[], int],
     ) -> None:
-        """Take over a process that runs.
-
-        `death` is a descriptor that is readable once the process has ended, and `status` then returns its exit code.
-        """
+        """Take over a process; `death` is a descriptor that is readable once it has ended."""
+        # `description`: what it was started with: number, argv, environment and the rest of the call's arguments.
+        # `streams`: its output, by stream number.
+        # `stdin`: our end of its stdin; -1 if it has none or it is closed.
         self.description, self.pid, self.streams, self.stdin = dict(description), pid, streams, stdin
+        # `terminal`: whether it has a terminal. Its master end is then both the OUT stream and the way to type.
         self.terminal, self.watches = bool(description.get("tty")), "argv" not in description
-        self.code: int | None = None
-        self.signals: set[int] = set()
-        self.until = math.inf
+        self.code: int | None = None  # Its exit code; None until the supervisor knows that it has ended.
+        self.signals: set[int] = set()  # The signals that calls have sent to it.
+        self.until = math.inf  # When its time is up and it alone is killed, by `time.monotonic`.
         self._death, self._status = death, status
         self._ended_at = 0.0
 
@@ -232,10 +223,7 @@ class BackgroundProcess:
             self._death = -1
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of it: its output, and the kernel's names of the pipes to it.
-
-        The members are a disk format.
-        """
+        """Return what a checkpoint keeps of it: its output, and the kernel's names of its pipes. A disk format."""
         # Streams that are closed have no pipe that could be restored.
         ends = {number: stream.fd for number, stream in self.streams.items()} | {0: self.stdin}
         open_ends = {number: fd for number, fd in sorted(ends.items()) if fd >= 0}
@@ -295,10 +283,9 @@ class BackgroundProcesses:
 
     @property
     def outside_checkpoint(self) -> str:
-        """Why CRIU could not dump one of them; empty if it could.
-
-        CRIU does not hold the kernel's half of a terminal or of an inotify watch, whose other half is in this process.
-        """
+        """Why CRIU could not dump one of them; empty if it could."""
+        # CRIU does not hold the kernel's half of a terminal or of an inotify watch, whose other half is in this
+        # process.
         if any(process.terminal for process in self):
             return "a terminal is open, and a checkpoint does not hold it"
         if any(process.watches for process in self):
@@ -350,12 +337,9 @@ class BackgroundProcesses:
         return (409, "text/plain", problem.encode()) if problem else (200, "application/json", b"{}")
 
     def _poll(self, process: BackgroundProcess, until: Mapping[str, Any] | None, timeout_s: float) -> ProcessAnswer:
-        """Return what a process has printed since the last poll.
-
-        A replay waits, for at most timeout_s, until as much output has come as the recorded poll returned, and until
-        the process has ended if it had then. It returns no more. `until` says how much that was; None returns what is
-        there.
-        """
+        """Return what a process has printed since the last poll."""
+        # A replay waits, for at most timeout_s, until as much output has come as the recorded poll returned (`until`),
+        # and until the process has ended if it had then. It returns no more.
         due = None
         if until is not None:
             # JSON has no integer keys.

@@ -136,7 +136,6 @@ def _shown(name: bytes) -> str:
 
 
 def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
-    """Return a watch as a background process, which goes on until a call ends it; it owns folder."""
     events = WatchEvents(folder, recursive=bool(arguments.get("recursive")))
     # No process stands behind it: it never dies, and its stderr is closed.
     death = os.eventfd(0, os.EFD_CLOEXEC)
@@ -144,10 +143,7 @@ def _watch(arguments: Mapping[str, Any], folder: int) -> BackgroundProcess:
 
 
 def begin(arguments: Mapping[str, Any], enter: Callable[[], None]) -> BackgroundProcess | ProcessAnswer:
-    """Begin to watch a directory; return the watch, or an answer that says why there is none.
-
-    The call's arguments are path, user and recursive. `enter` drops, in a child, the rights that the agent lacks.
-    """
+    """Begin to watch a directory; return the watch, or an answer that says why there is none. `enter` drops rights."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:

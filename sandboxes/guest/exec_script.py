@@ -19,11 +19,7 @@ PROGRAM = f". /proc/self/fd/{TEXT_FD}"
 
 
 def text(fields: Mapping[str, Any], env: Mapping[str, str], *, redirections: str, terminal: str = "") -> bytes:
-    """Return a script with which bash becomes a process, or reports in Docker's words why it cannot.
-
-    The shell runs as the process's user already, and the redirections make its streams. `env` has all of its variables,
-    and `terminal` is the path of its controlling terminal; empty for none.
-    """
+    """Return a script with which bash becomes a process, or reports in Docker's words why it cannot."""
     if is_too_long([*fields["argv"], *(f"{name}={value}" for name, value in env.items())]):
         start = f"exec {fields['argv'][0]}"
         return refusal(
@@ -90,10 +86,8 @@ case $1 in *=*) set -- /bin/sh -c 'exec "$0" "$@"' "$@";; esac
 fp_env=/usr/bin/env
 if [ ! -x "$fp_env" ]; then fp_env=/bin/env; fi
 """
-"""Finds the directory and the program, all of it inside the sandbox, where no link leads out.
-
-Texts and the exit code equal Docker 20.10 with runc 1.1.
-"""
+"""Finds the directory and the program, all of it inside the sandbox, where no link leads out. Texts and the exit code
+equal Docker 20.10 with runc 1.1."""
 
 
 _BECOME = r"""
@@ -115,10 +109,8 @@ if [ -n "$fp_terminal" ] && PATH=/usr/bin:/bin command -v setsid >/dev/null 2>&1
     exit "$?"
 fi
 """
-"""Makes the terminal the controlling one: the leader of a new session that opens a terminal gets it.
-
-Without `setsid` in the image the process has the terminal as its streams alone.
-"""
+"""Makes the terminal the controlling one: the leader of a new session that opens a terminal gets it. Without `setsid`
+in the image the process has the terminal as its streams alone."""
 
 
 _RUN = (

@@ -14,24 +14,17 @@ from sandboxes.ipc.messages import CommandOutcome, FileOutcome, Outcome, Process
 
 @dataclass(frozen=True)
 class Performed:
-    """What came of a call, before its effects are known.
-
-    Attributes:
-        session_changed: Whether the shell session differs from before.
-        read: Whether the caller knows that the call changed nothing in a server's memory.
-        awaited: Whether the processes that it started are known to be ready.
-        host_full: Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what
-            all sandboxes share and the machine has none left of; see `linux.user_counts`.
-        is_broken: Whether no shell starts in the sandbox any more.
-    """
+    """What came of a call, before its effects are known."""
 
     outcome: Outcome
     body: bytes = b""
-    session_changed: bool = False
-    read: bool = False
-    awaited: bool = False
+    session_changed: bool = False  # Whether the shell session differs from before.
+    read: bool = False  # Whether the caller knows that the call changed nothing in a server's memory.
+    awaited: bool = False  # Whether the processes that it started are known to be ready.
+    # Whether it was killed because the machine's disk was nearly full, or because the sandbox holds what all sandboxes
+    # share and the machine has none left of; see `linux.user_counts`.
     host_full: bool = False
-    is_broken: bool = False
+    is_broken: bool = False  # Whether no shell starts in the sandbox any more.
 
     @property
     def may_be_broken(self) -> bool:
@@ -49,10 +42,8 @@ class Performed:
         return in_order(marks)
 
     def nested_too_deep(self, disk_bytes: int) -> "Performed":
-        """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it.
-
-        Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
-        """
+        """Return what came of a call that leaves directories nested too deeply: the agent gets a line about it."""
+        # Such a state can be neither digested nor frozen. A process has received that line on its stderr already.
         note = limit_note("depth", disk_bytes)
         match self.outcome:
             case CommandOutcome() as outcome:
@@ -63,10 +54,8 @@ class Performed:
         return self
 
     def out_of_processes(self) -> "Performed":
-        """Return what came of a call during which no further process could be started: the agent gets a line about it.
-
-        A process of its own has its output already.
-        """
+        """Return what came of a call during which no process could be started: the agent gets a line about it."""
+        # A process of its own has its output already.
         match self.outcome:
             case CommandOutcome() as outcome:
                 note = limit_note("pids", 0)
@@ -77,10 +66,7 @@ class Performed:
 
 
 def not_started(error: ShellStartError) -> Performed:
-    """Return what came of a command whose shell does not start, because an earlier command has broken it.
-
-    Any other failure is ours or the machine's. It is raised again, ends the sandbox, and the call has no answer.
-    """
+    """Return what came of a command whose shell an earlier command has broken; any other failure is raised again."""
     if not error.broken:
         raise error
     # 127 is the shell's exit code for "command not found" (POSIX, 2.8.2), so agents see an ordinary failure.

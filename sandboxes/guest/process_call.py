@@ -63,11 +63,10 @@ def run(
     deaths: int,
     limit: PidsLimit,
 ) -> Performed:
-    """Run a process until it ends, its time is up, or its client leaves it.
+    """Run a process until it ends, its time is up, or its client leaves it."""
+    # `watch` says, called again and again, and at once when `deaths` is readable, that the disk has run out.
+    # `client_detached` takes a message from the proxy and returns whether the client has left the process.
 
-    `watch` says, called again and again, that the disk has run out. `client_detached` takes a message from the proxy
-    and returns whether the client has left the process. `deaths` is readable when `watch` has to be called at once.
-    """
     # A socket of its own for output: frames of a long output must not delay answers on the main socket.
     proxys, ours = socket.socketpair()
     # The proxy gets its end before the process starts: output must not fill a socket without a reader.
@@ -144,7 +143,6 @@ def start(shells: Shells, request: RunProcess, stdin: bytes, to: socket.socket) 
 
 
 def _user(shells: Shells, name: str | None) -> tuple[User, str]:
-    """Return the user of a process, and why it cannot be started as the one that was asked for."""
     if not name:
         return shells.user, ""
     try:

@@ -52,12 +52,9 @@ class Running:
         keeps_in: bool = False,
         due: dict[int, int] | None = None,
     ) -> None:
-        """Take over a process that was started, with our ends of its streams 0, 1 and 2; a terminal has stream 1 alone.
-
-        Its frames go to `to`. `death` is readable once it has ended. With `keeps_in` its stdin stays open after what
-        was written. `due` is how much output of each stream is awaited until the process is left; None if it is not to
-        be left.
-        """
+        """Take over a process that was started, with our ends of its streams; a terminal has stream 1 alone."""
+        # With `keeps_in` its stdin stays open after what was written. `due` is how much output of each stream is
+        # awaited until the process is left; None if it is not to be left.
         self._keeps_in, self._due = keeps_in, due
         self._death, self._to, self._unwritten = death, to, memoryview(stdin)
         self._outputs = {ends[stream]: stream for stream in (1, 2) if stream in ends}
@@ -91,10 +88,9 @@ class Running:
     ) -> str:
         """Pass input and output on; return "ended", "timeout", "disk", "depth", "pids", "host" or "detached".
 
-        The process's time is up at `until`, by `time.monotonic`. `over_disk` says, called again and again, that the
-        disk has run out, and at once when `deaths` is readable. When `driver`, the proxy's socket, is readable,
-        `client_detached` returns whether the client has detached. The streams of a process that was started detached
-        lead nowhere, so the pump is over once they are closed, unless they have reported that the process could not
+        `until` is by `time.monotonic`. `over_disk` is called again and again, and at once when `deaths` is readable;
+        `client_detached` is called when `driver`, the proxy's socket, is readable. The streams of a process that was
+        started detached lead nowhere, so the pump is over once they are closed, unless they reported that it could not
         start.
         """
         ended_at: float | None = None
@@ -117,10 +113,7 @@ class Running:
                 return over
 
     def conclude(self, ending: str, status: Callable[[], int], disk_bytes: int) -> int | None:
-        """Close the streams and return the exit code; None for a process that goes on, whose output stays open.
-
-        `ending` is what `pump` returned; `disk_bytes` is for the message to a process that wrote more.
-        """
+        """Close the streams and return the exit code; None for a process that goes on, whose output stays open."""
         code: int | None = None
         if ending == "ended":
             code = status()
@@ -265,10 +258,8 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
-    """Return the master end of a new terminal of a file system's `ptmx` device, and the path of its other end.
-
-    The size is its rows and columns; anything else leaves it unset.
-    """
+    """Return the master end of a new terminal of a `ptmx` device, and the path of its other end."""
+    # The size is its rows and columns; anything else leaves it unset.
     master = os.open(multiplexer, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
     number = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, struct.pack("i", 0)))[0]

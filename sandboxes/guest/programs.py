@@ -18,7 +18,7 @@ _HEADERS_BYTES = 1 << 13
 
 
 def is_broken(root: int, now: int) -> bool:
-    """Return whether no shell can be executed below the directory `now`, although one could below `root`. 0.1 ms."""
+    """Return whether no shell can be executed below the directory `now`, although one could below `root`."""
     return not _has_shell(now) and _has_shell(root)
 
 

@@ -1,7 +1,4 @@
-"""A live shell of one session: it gets commands, and answers each with a dump of the session.
-
-What a shell is asked and answers is here; `shell_start` says how one starts.
-"""
+"""A live shell of one session: it gets commands, and answers each with a dump of the session."""
 
 import contextlib
 import functools
@@ -58,14 +55,11 @@ def is_in_proc_of(pid: int, folder: str) -> bool:
 
 
 class Output(KeptOutput):
-    """One stream of a shell's command, from our end of the pipe.
-
-    Attributes:
-        tail_bytes: How much of what is kept of a longer output are its last bytes.
-    """
+    """One stream of a shell's command, from our end of the pipe."""
 
     def __init__(self, fd: int) -> None:
         super().__init__()
+        # `tail_bytes`: how much of what is kept of a longer output are its last bytes.
         self.fd, self.tail_bytes = fd, 0
 
     def drain(self, max_bytes: int) -> None:
@@ -75,37 +69,30 @@ class Output(KeptOutput):
 
 
 class Shell:
-    """A live bash that is a child of the anchor, over pipes.
-
-    Attributes:
-        session: The session that it was started from; None for one in which nothing has happened.
-        death: A descriptor that is readable once it has ended. By then the pid may be another process's.
-        baseline: The session in its last dump; None until the first dump.
-        jobs: The jobs in its last dump.
-        knowledge: What it knows of jobs that may be waited for: a digest of all its lists of jobs since the first such
-            job. Empty if there was none; a fresh shell that is restored from a dump then does as well.
-        born: What the first shell passed on to its children (`live_state.inherited`).
-        runs: How many commands it was given.
-        kit: What it was started on, which the anchor may lend again; None if its descriptors are its own.
-        template: What forks the bash that runs the next command; None if the shell's own bash does. While `forked` is
-            not set, `pid` is the template's.
-    """
+    """A live bash that is a child of the anchor, over pipes."""
 
     def __init__(self, name: str, session: ShellSession | None, pid: int, ends: Mapping[int, int]) -> None:
         """Take over a bash that runs, and our ends of its pipes and of its command's text, by its own numbers."""
+        # `session`: the session that it was started from; None for one in which nothing has happened.
+        # `death`: a descriptor that is readable once it has ended. By then the pid may be another process's.
         self.name, self.session, self.pid, self.death = name, session, pid, death_of(pid)
-        self.baseline: ShellSession | None = None
-        self.jobs: Jobs = ()
+        self.baseline: ShellSession | None = None  # The session in its last dump; None until the first dump.
+        self.jobs: Jobs = ()  # The jobs in its last dump.
+        # What it knows of jobs that may be waited for: a digest of all its lists of jobs since the first such job.
+        # Empty if there was none; a fresh shell that is restored from a dump then does as well.
         self.knowledge = b""
-        self.born: list[str] = []
-        self.runs = 0
+        self.born: list[str] = []  # What the first shell passed on to its children (`live_state.inherited`).
+        self.runs = 0  # How many commands it was given.
         self._watches: list[int] = []
         self.out, self.err = Output(ends[1]), Output(ends[2])
         self.command_fd, self.go_fd = ends[session_texts.COMMAND_FD], ends[session_texts.GO_FD]
         self.dump_fd = ends[session_texts.DUMP_FD]
         # A dump arrives in pieces of the pipe's size, and between them the supervisor watches disk and time.
         self._dump = bytearray()
+        # What it was started on, which the anchor may lend again; None if its descriptors are its own.
         self.kit: ShellKit | None = None
+        # What forks the bash that runs the next command; None if the shell's own bash does. While `forked` is not set,
+        # `pid` is the template's.
         self.template: ShellTemplate | None = None
         self.forked = False
         # Kept together, so that `close` cannot forget one.
@@ -120,17 +107,14 @@ class Shell:
         return {**facts, "pipes": {str(number): name for number, name in self._pipe_names().items()}}
 
     def _pipe_names(self) -> dict[int, str]:
-        """Return the kernel's names of the pipes that lead to the shell, by its own descriptor numbers."""
         ours = {1: self.out.fd, 2: self.err.fd, session_texts.GO_FD: self.go_fd, session_texts.DUMP_FD: self.dump_fd}
         # Both ends of a pipe have the same name `pipe:[inode]` (proc_pid_fd(5)), so our end tells what the shell has
         # open.
         return {number: os.readlink(f"/proc/self/fd/{fd}") for number, fd in ours.items()}  # noqa: PTH115
 
     def restore_limits(self) -> None:
-        """Give the shell its session's resource limits. It must have become the shell's program already.
-
-        An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
-        """
+        """Give the shell its session's resource limits. It must have become the shell's program already."""
+        # An execve(2) that is under way puts the limit of the stack back at its end (finalize_exec in the kernel).
         for name, (soft, hard) in ({} if self.session is None else self.session["limits"]).items():
             # The session may be of another kernel, or of a privileged start, whose limits cannot be set here.
             with contextlib.suppress(OSError, ValueError):
@@ -171,7 +155,6 @@ class Shell:
             return False
 
     def _is_as_new(self) -> bool:
-        """Return whether its open descriptors are those of a shell that waits for its first command."""
         # No process can open one in a template.
         return self.waits_as_template or has_descriptors(self.pid, self._known)
 
@@ -181,11 +164,8 @@ class Shell:
             signal.pidfd_send_signal(self.death, signal.SIGKILL)
 
     def run(self, command: bytes) -> None:
-        """Begin a command. The shell ends it by writing a dump.
-
-        The command's text goes into a file that the shell has open, because a line on a pipe could be longer than the
-        pipe; the line on the pipe only lets the shell go on.
-        """
+        """Begin a command. The shell ends it by writing a dump."""
+        # The text goes into a file that the shell has open, because a line on a pipe could be longer than the pipe.
         self.runs += 1
         # What came between calls is dropped: how much that is depends on the moment.
         for output in (self.out, self.err):
@@ -264,10 +244,8 @@ class Shell:
         return changeable({**fds, session_texts.COMMAND_FD: self.command_fd})
 
     def holds_more(self) -> bool:
-        """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen.
-
-        Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
-        """
+        """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen."""
+        # Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
         return not wait_until_asleep(self.pid, self._is_as_new)
 
     # -- with a template ---------------------------------------------------------------------------------------------
@@ -278,10 +256,7 @@ class Shell:
         return self.template is not None and not self.forked
 
     def fork(self, anchor: NativeAnchor) -> None:
-        """Have the template fork the bash for the next command.
-
-        If the template or the anchor is gone, or the session's directory is, raise `AnchorLostError`.
-        """
+        """Have the template fork the bash for the next command; `AnchorLostError` if it or the directory is gone."""
         assert self.template is not None
         assert self.baseline is not None
         pid = self.template.fork(self.baseline["cwd"])
@@ -298,7 +273,6 @@ class Shell:
         self.forked = True
 
     def _go_on_as(self, pid: int, death: int) -> None:
-        """Take over another process, and a descriptor that is readable once it has ended."""
         os.close(self.death)
         self.pid, self.death, self._ends[-1] = pid, death, death
 
@@ -333,7 +307,6 @@ class Shell:
 
 @functools.cache
 def _own_limits() -> bytes:
-    """Return the resource limits of this process, with which each shell begins."""
     return processes.limits(os.getpid())
 
 

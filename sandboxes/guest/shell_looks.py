@@ -17,13 +17,10 @@ class ShellLooks:
         self._noted: dict[Shell, object] = {}
 
     def note(self, running: str | None, *, stays: bool) -> None:
-        """Note, before a call, what it may change of shells that later calls use.
-
-        That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
-        and writes to its files in /proc. The look after the last call serves, if nothing has run since then. `running`
-        is the session that the call's command runs in. If something survives (`stays`), the shells go on after the call
-        and may run between calls.
-        """
+        """Note, before a call, what it may change of shells that later calls use."""
+        # That are their pipes and, of shells that the call does not use, their limits, how often each was given a CPU,
+        # and writes to its files in /proc. The look after the last call serves, if nothing has run since then. If
+        # something survives (`stays`), the shells go on after the call and may run between calls.
         known, self._noted = {} if stays else self._noted, {}
         for shell in self._shells:
             if shell.name != running:
@@ -35,7 +32,7 @@ class ShellLooks:
                 self._noted[shell] = shell.pipes
 
     def touched(self, running: str | None) -> bool:
-        """Return whether a call has changed something that was noted before it. 0.06 ms for each shell."""
+        """Return whether a call has changed something that was noted before it."""
         noted, self._noted = self._noted, {}
         for shell in self._shells:
             if shell in noted:

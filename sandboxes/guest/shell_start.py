@@ -18,11 +18,9 @@ def start(
     anchor: Anchor, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str],
     *, template: bool,
 ) -> Shell:  # fmt: skip
-    """Start a bash that becomes a session. It is ready when its first dump has come.
+    """Start a bash that sources a script to become a session. It is ready when its first dump has come."""
+    # As a template it is started on the anchor's kit only.
 
-    It sources the script, and has the variables before that. As a template it is started on the anchor's kit only. If
-    the anchor is gone, raise `AnchorLostError`.
-    """
     # Anonymous pipes have no name in the file system. The agent can still reach them through /proc, so the form of
     # a dump is checked (`parse_dump`).
     kit = anchor.kit
@@ -35,10 +33,8 @@ def begin(
     anchor: Anchor, kit: ShellKit, name: str, session: ShellSession | None, script: bytes,
     environment: dict[str, str], *, template: bool,
 ) -> Callable[[], Shell]:  # fmt: skip
-    """Have the anchor start a bash on its kit, and return a function that waits for it; see `start`.
-
-    The kit must not be lent, and the anchor may be asked for nothing else meanwhile.
-    """
+    """Have the anchor start a bash on its kit, and return a function that waits for it; see `start`."""
+    # The kit must not be lent, and the anchor may be asked for nothing else meanwhile.
     ours = kit.lend(_whole(anchor, script))
     template = template and anchor.forks
 

@@ -31,15 +31,7 @@ _SIGNALLED = 128
 
 
 class Shells(AnchoredProcesses):
-    """The shells of one sandbox, the kit that they are started on, and the template that stands for them.
-
-    Attributes:
-        environment, workdir: The variables and the directory of new sessions.
-        sessions: The sessions that differ from a new one, by name.
-        pristine: A new shell's session; None until one has started.
-        born: What the first shell passed on to its children (`live_state.inherited`).
-        tail_bytes: How much of what is kept of a command's longer output are its last bytes.
-    """
+    """The shells of one sandbox, the kit that they are started on, and the template that stands for them."""
 
     def __init__(
         self,
@@ -51,10 +43,13 @@ class Shells(AnchoredProcesses):
         tail_bytes: int = 0,
     ) -> None:
         super().__init__(user)
-        self.tail_bytes = tail_bytes
+        self.tail_bytes = tail_bytes  # How much of what is kept of a command's longer output are its last bytes.
+        # `environment`, `workdir`: the variables and the directory of new sessions.
         self.environment, self.workdir = environment, workdir
+        # `sessions`: the sessions that differ from a new one, by name.
+        # `pristine`: a new shell's session; None until one has started.
         self.sessions, self.pristine = sessions, pristine
-        self.born: list[str] = []
+        self.born: list[str] = []  # What the first shell passed on to its children (`live_state.inherited`).
         self._shells: dict[str, Shell] = {}
         # Shells that the anchor was asked for, by session. Each function waits for one.
         self._begun: dict[str, Callable[[], Shell]] = {}
@@ -69,10 +64,7 @@ class Shells(AnchoredProcesses):
     # -- one shell -----------------------------------------------------------------------------------------------------
 
     def ready(self, name: str) -> Shell:
-        """Return a session's shell once its first dump has come, and once it can fork if it is a template.
-
-        If the shell is gone, or broken, raise `ShellStartError`.
-        """
+        """Return a session's shell once its first dump has come, and once it can fork if it is a template."""
         shell = self._with_dump(name)
         if shell.waits_as_template:
             assert shell.template is not None
@@ -88,7 +80,6 @@ class Shells(AnchoredProcesses):
         return shell
 
     def _with_dump(self, name: str) -> Shell:
-        """Return a session's shell once its first dump has come; start it if there is none."""
         shell = self._shells.get(name)
         if shell is not None and shell.ended:
             self.kill(shell)
@@ -208,7 +199,6 @@ class Shells(AnchoredProcesses):
         raise ShellStartError(f"{BASH} does not start in this sandbox: {reason}", broken=broken)
 
     def _is_broken(self, name: str) -> bool:
-        """Return whether not even a new session's shell starts."""
         try:
             trial = self._start(name, None)
             self._await_first_dump(trial)
@@ -220,10 +210,7 @@ class Shells(AnchoredProcesses):
     # -- starting ------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str) -> None:
-        """Have a session's shell started while this process does other things, and before any other is asked for.
-
-        `renew` takes it over. If it cannot be started, `renew` finds out why.
-        """
+        """Have a session's shell started while this process does other things; `renew` takes it over."""
         session = self.sessions.get(name)
         with contextlib.suppress(ShellStartError, AnchorLostError):
             origin = self._origin(session)
@@ -233,7 +220,6 @@ class Shells(AnchoredProcesses):
             self._begun[name] = begin(anchor, anchor.kit, name, session, *origin, template=template)
 
     def _start(self, name: str, session: ShellSession | None) -> Shell:
-        """Start a shell that becomes a session; None for a new one."""
         if (begun := self._begun.pop(name, None)) is not None:
             try:
                 return begun()
@@ -253,14 +239,12 @@ class Shells(AnchoredProcesses):
         )
 
     def _origin(self, session: ShellSession | None) -> tuple[bytes, dict[str, str]]:
-        """Return the script by which a bash becomes a session, and the variables that it has before."""
         # A session that is not new brings its own variables in its script.
         return restore_script(session, self.workdir, self.pristine), self.environment if session is None else NO_LOOKUP
 
     def _may_be_template(
         self, name: str, session: ShellSession | None, script: bytes, environment: dict[str, str]
     ) -> bool:
-        """Return whether a shell that is about to be started may be a template."""
         return (
             self._templates
             and not self._shells
@@ -311,10 +295,7 @@ class Shells(AnchoredProcesses):
                 folded.kit.lent = False
 
     def _fold(self, shell: Shell) -> bool:
-        """Keep a shell's template for the next shell of its session, in whose place it is; return whether there is one.
-
-        A bash that it has forked is ended.
-        """
+        """Keep a shell's template for the next shell of its session; return whether there is one. Its fork ends."""
         if shell.template is None or shell.kit is None:
             return False
         if shell.forked:
@@ -358,11 +339,7 @@ class Shells(AnchoredProcesses):
         return names
 
     def ready_all(self) -> None:
-        """Wait for the first dumps of all shells, and have the template fork: each shell stands in its directory then.
-
-        In a checkpoint, what is still in a pipe to us would be lost. And a call may move the directory of a session: a
-        shell that stands in it goes along.
-        """
+        """Wait for the first dumps of all shells, and have the template fork: each shell is in its directory then."""
         # In one order: the pids of later processes depend on it.
         for name in {**self._shells, **self.sessions}:
             shell = self._shells.get(name)
@@ -374,10 +351,8 @@ class Shells(AnchoredProcesses):
                 self.for_command(name)
 
     def renew(self, names: list[str], *, templates: bool = True) -> None:
-        """Replace shells by fresh ones that are restored from their dumps. Those may be templates only if wanted.
-
-        So what a dump leaves out never crosses calls, in a live sandbox as little as in a restored one.
-        """
+        """Replace shells by fresh ones that are restored from their dumps. Those may be templates only if wanted."""
+        # So what a dump leaves out never crosses calls, in a live sandbox as little as in a restored one.
         before, self._templates = self._templates, self._templates and templates
         try:
             for name in names:
@@ -389,7 +364,6 @@ class Shells(AnchoredProcesses):
             self._templates = before
 
     def _replace(self, shell: Shell) -> None:
-        """End an idle shell, in whose place another one will be started; nothing that it started runs."""
         if not (shell.forked and self._fold(shell)):
             self._discard(shell)
 
@@ -420,10 +394,8 @@ class Shells(AnchoredProcesses):
     # -- states --------------------------------------------------------------------------------------------------------
 
     def begin_checkpoint(self) -> bool:
-        """Get the shells ready for a dump of the anchor's processes; return whether there still is an anchor.
-
-        What is in a pipe would be lost, because CRIU does not see our end of it: a first dump, and the kit.
-        """
+        """Get the shells ready for a dump of the anchor's processes; return whether there still is an anchor."""
+        # What is in a pipe would be lost, because CRIU does not see our end of it: a first dump, and the kit.
         self.ready_all()
         if self.anchor is not None:
             self._close_kit(self.anchor)
@@ -437,10 +409,9 @@ class Shells(AnchoredProcesses):
                 shell.send_kill()
 
     def end(self) -> None:
-        """Kill all shells, because none may hold files of layers that are about to change, and the anchor if it may.
+        """Kill all shells, and the anchor if need be: none may hold files of layers that are about to change."""
+        # A template holds none, so it stays.
 
-        A template holds none, so it stays.
-        """
         # The shells before the anchor: its children would become children of pid 1 otherwise.
         shells = [shell for shell in self if not self._fold(shell)]
         self._end(shells)

@@ -138,7 +138,6 @@ class Supervisor:
 
     @property
     def _outputs(self) -> dict[int, Output | Log | PendingOutput]:
-        """The streams of everything that may run between calls, by descriptor."""
         return {**self.shells.outputs, **self.servers.outputs, **self.background.outputs}
 
     def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
@@ -169,18 +168,15 @@ class Supervisor:
             sys.exit(0)
 
     def _client_detached(self) -> bool:
-        """Take what the proxy has sent during a call; return whether the client has detached."""
         if not self.link.receive():
             sys.exit(0)
         envelope = self.link.take()
         return envelope is not None and isinstance(envelope.message, Detach)
 
     def _call_watch(self) -> Callable[[], str | None]:
-        """Return a function to be called again and again during a call; it says which limit is exceeded.
-
-        Those of disk, or "pids". It also collects orphans, which have no other parent, and drains servers and
-        background processes: they run during the call, and a full pipe would stop them.
-        """
+        """Return a function to be called again and again during a call; it says which limit is exceeded."""
+        # It also collects orphans, which have no other parent, and drains servers and background processes: they run
+        # during the call, and a full pipe would stop them.
         takes_too_much = user_counts.watch(self._pids)
 
         def watch() -> str | None:
@@ -204,16 +200,13 @@ class Supervisor:
         return [pid for pid, _ in self.living() if pid not in self.shells.hidden_pids]
 
     def _holds_too_much(self) -> bool:
-        """Return whether what survives holds a large part of what the machine has none left of."""
         return user_counts.held(self._pids()) > user_counts.SHARE
 
     # -- calls -------------------------------------------------------------------------------------------------------
 
     def call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> tuple[CallDone, bytes, list[str]] | None:
-        """Run a call; return the answer with what it changed, its body, and the sessions that need a fresh shell.
-
-        The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
-        """
+        """Run a call; return its answer, its body, and the sessions that need a fresh shell."""
+        # The sessions count only if nothing survives. None if a tool server failed: then the answer has been sent.
         self._limit.begin()
         self._memory.begin()
         self._reached.clear()
@@ -287,7 +280,6 @@ class Supervisor:
         return answer, performed.body, fresh
 
     def _expect_pids(self, wanted: int) -> int:
-        """Prepare for a replay whose processes are to get the pids after a wanted one; return the one before."""
         now = last_pid()
         begun = not self.survivors and any(
             shell.pid == now == wanted + 1 and not shell.waits_as_template for shell in self.shells
@@ -296,12 +288,10 @@ class Supervisor:
         return wanted if begun else now
 
     def _ready_shells(self, session: str | None) -> int:
-        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's.
-
-        Some shells are forks of a template, which begin with the call, and others were started ahead. A replay gets the
-        same pids either way: it starts a shell again that was started ahead, as does a call whose shell is not the last
-        process. With several sessions the pids may differ.
-        """
+        """Get the shells ready for a call of a session; return the pid that was assigned last before that shell's."""
+        # A replay gets the same pids whether a shell is a template's fork, which begins with the call, or was started
+        # ahead: it starts such a shell again, as does a call whose shell is not the last process. With several sessions
+        # they may differ.
         before, repeats, self._repeats = last_pid(), self._repeats, False
         if session is None or self.survivors or not self.shells.sessions.keys() <= {session}:
             self.shells.ready_all()
@@ -317,10 +307,8 @@ class Supervisor:
         return now - 1 if any((shell.name, shell.pid) == (session, now) for shell in self.shells) else before
 
     def _end_at_limit(self, performed: Performed, there: AbstractSet[Process], reached: str) -> Performed:
-        """End what a call has started, because a process could not be started during it; return what came of the call.
-
-        What was there before goes on, unless it holds most of the processes that may be.
-        """
+        """End what a call has started, because a process could not be started; return what came of the call."""
+        # What was there before goes on, unless it holds most of the processes that may be.
         if reached == "host":
             return replace(performed, host_full=True)
         idle = self.shells.idle_pids
@@ -343,10 +331,8 @@ class Supervisor:
         return (live is not None and live.changed()) or touched
 
     def _live_state(self, runs: Mapping[Process, int]) -> LiveState | None:
-        """Return a look at what survives, taken before a call; None if no process does.
-
-        The look after the last call serves if nothing has run since then, which halves the cost.
-        """
+        """Return a look at what survives, taken before a call; None if no process does."""
+        # The look after the last call serves if nothing has run since then, which halves the cost.
         live, shells = self._live, frozenset(self.shells.idle_pids)
         if live is not None and (live.spent or live.subjects != (runs, shells) or -1 in runs.values()):
             live.close()
@@ -378,7 +364,6 @@ class Supervisor:
                 return Performed(*file_child.run(request, envelope.body, envelope.fds, enter, over_disk))
 
     def _become_agent(self) -> None:
-        """Become the user of the sandbox's processes, in a child, with the rights that these have."""
         user = self.shells.user
         confine.stop_looking()
         if not user.is_root:
@@ -426,7 +411,6 @@ class Supervisor:
     # -- commands ----------------------------------------------------------------------------------------------------
 
     def _run_command(self, request: RunCommand, command: bytes) -> Performed:
-        """Run a command in a session's shell."""
         # After a timeout everything is killed but what was there before: survivors, and the other sessions' shells.
         spared = list_processes() if self.survivors else set()
         try:
@@ -445,7 +429,6 @@ class Supervisor:
         return self._finish_command(shell, request.timeout_s, lambda: self.shells.kill_except(spared, first=shell.pid))
 
     def _finish_command(self, shell: Shell, timeout_s: float, kill: Callable[[], None]) -> Performed:
-        """Wait for the command that a shell has begun, and return what came of it; `kill` ends all that it started."""
         ending = self._wait(shell, timeout_s)
         if ending in {"dump", "died"}:
             # A command can end before the watch looks.
@@ -508,7 +491,6 @@ class Supervisor:
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def _start_servers(self, orders: Sequence[ServerOrder]) -> None:
-        """Start tool servers as part of the root state, and answer `StartServers`."""
         try:
             for order in orders:
                 self.servers.start(order, self._server_watch())
@@ -520,10 +502,8 @@ class Supervisor:
         self.link.send(Done())
 
     def _use_server(self, order: ServerOrder, first: bytes) -> Performed:
-        """Give the proxy a connection to a server, and wait until the proxy says that the server has answered.
-
-        `first` is what to send over the connection before the proxy has it.
-        """
+        """Give the proxy a connection to a server, and wait until the proxy says that the server has answered."""
+        # `first` is what to send over the connection before the proxy has it.
         watch = self._server_watch()
         while True:
             fds, fresh = self.servers.connect(order, watch, first)
@@ -546,10 +526,8 @@ class Supervisor:
         return Performed(ServerOutcome(log), read=finish.read, awaited=fresh)
 
     def _server_watch(self) -> Callable[[], None]:
-        """Return a function to be called while a server starts or answers.
-
-        It ends the servers if the sandbox holds too much, and this process if the proxy is gone.
-        """
+        """Return a function to be called while a server starts or answers."""
+        # It ends the servers if the sandbox holds too much, and this process if the proxy is gone.
         watch = self._call_watch()
         waiting = poll()
         waiting.register(self.link, POLLHUP | POLLRDHUP)

@@ -42,12 +42,7 @@ _MOST_SEGMENTS = 20
 
 
 class Survivors:
-    """What outlives the calls of one sandbox; true if anything does.
-
-    Attributes:
-        now: What was there after the last call. Two equal values mean that the same things survive.
-        moving: Whether anything else than jobs of shells survives. Jobs alone do not change the state by themselves.
-    """
+    """What outlives the calls of one sandbox; true if anything does."""
 
     def __init__(
         self,
@@ -60,7 +55,9 @@ class Survivors:
         # Of pid 1: a call that touches the anchor has it replaced.
         self._born: list[str] = []
         self._settled = 0
+        # What was there after the last call. Two equal values mean that the same things survive.
         self.now: frozenset[Any] = frozenset()
+        # Whether anything else than jobs of shells survives. Jobs alone do not change the state by themselves.
         self.moving = False
 
     def __bool__(self) -> bool:
@@ -93,10 +90,7 @@ class Survivors:
         self._born = self._born or settings(1)
 
     def settle(self, asleep: Collection[Process] = (), *, patient: bool = True) -> None:
-        """Find out what survives. Restored processes need no grace period to end.
-
-        `asleep` are the processes that slept before the call.
-        """
+        """Find out what survives; `asleep` slept before the call. Restored processes need no grace period to end."""
         self._settled += 1
         running = self._running(asleep) if patient else set(self._others())
         # Each call may move a descriptor's offset or write to shared memory. Neither can be compared, so the number of
@@ -114,7 +108,6 @@ class Survivors:
         self.now = frozenset(now | {entry for entry in known if entry[2] or now})
 
     def _running(self, asleep: Collection[Process]) -> set[Process]:
-        """Return the agent's processes that are still there after the grace period."""
         grace, pauses_s = processes.Grace(), iter(processes.PAUSES_S)
         pause_s = 0.0
         while True:
@@ -133,7 +126,6 @@ class Survivors:
             time.sleep(pause_s)
 
     def _changed_founder(self) -> set[tuple[str, ...]]:
-        """Return what a command has changed of pid 1."""
         now = settings(1)
         return {("founder", *now)} if self._born and now and now != self._born else set()
 
@@ -142,18 +134,15 @@ class Survivors:
 
 
 def outside_ipc() -> int:
-    """Return the number of IPC objects that no process has to hold, and that no checkpoint holds either.
-
-    CRIU saves semaphores, but not what a process that ends takes back of them (`SEM_UNDO`, semop(2)).
-    """
+    """Return the number of IPC objects that no process has to hold, and that no checkpoint holds either."""
+    # CRIU saves semaphores, but not what a process that ends takes back of them (`SEM_UNDO`, semop(2)).
     return processes.ipc_objects("sem", "msg") + len(os.listdir("/dev/mqueue"))  # noqa: PTH208 - no pathlib in pid 1
 
 
 def unsaved_segments(pids: Collection[int]) -> str:
-    """Return why CRIU would lose something of System V shared memory; empty if it would not. The processes stand still.
-
-    CRIU makes a segment again with its ID, key, owner, permissions and content, and attaches it as a whole.
-    """
+    """Return why CRIU would lose something of System V shared memory; empty if it would not."""
+    # The processes stand still. CRIU makes a segment again with its ID, key, owner, permissions and content, and
+    # attaches it as a whole.
     _, *lines = processes.shown("/proc/sysvipc/shm").splitlines()
     segments = {int(fields[1]): fields for fields in map(bytes.split, lines)}
     if len(segments) >= _MOST_SEGMENTS:
@@ -188,10 +177,7 @@ def holding(shells: Shells) -> list[Shell]:
 
 
 def rescheduled(shells: Shells) -> set[tuple[str, ...]]:
-    """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it.
-
-    A template that was changed ends instead (`Shells.anchor_was_touched`).
-    """
+    """Return the idle shells whose scheduling is not the first shell's, with their scheduling: no dump has it."""
     begun = (shell for shell in shells if shell.baseline is not None and not shell.waits_as_template)
     scheduling = ((shell, inherited(shell.pid)) for shell in begun)
     return {("scheduling", shell.name, *now) for shell, now in scheduling if now not in ([], shell.born)}

@@ -1,7 +1,4 @@
-"""A terminal in a sandbox, opened by pid 1; `host.pty` is the proxy's end of it.
-
-The shell on it is started outside the anchor's tree, so no checkpoint can be taken while the terminal is open.
-"""
+"""A terminal in a sandbox, opened by pid 1; `host.pty` is the proxy's end. It prevents checkpoints while open."""
 
 import fcntl
 import os

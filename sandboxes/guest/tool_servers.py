@@ -33,10 +33,8 @@ TAIL_BYTES = 1 << 14
 POLL_S = 0.01
 """The interval between two tries to connect while a server starts."""
 CONNECT_S = 5.0
-"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full.
-
-The value is an estimate.
-"""
+"""How long one connection attempt may take. Loopback connects at once unless the server's backlog is full. The value is
+an estimate."""
 _CHECK_S = 0.2
 """The pause between two health checks of a service that starts. The value is an estimate."""
 _CHUNKS = 16
@@ -81,15 +79,12 @@ class Log:
 
 
 class ServerProcess:
-    """A server that was started.
-
-    Attributes:
-        pid: The command itself, which may have left the work to a child and ended.
-        pipes: Our ends of its stdin and stdout, if it talks over them; empty otherwise.
-        note: What its next clients have to know of it, such as a session that was agreed on.
-    """
+    """A server that was started."""
 
     def __init__(self, name: str, pid: int, log_fd: int, pipes: Sequence[int] = (), note: str = "") -> None:
+        # `pid`: the command itself, which may have left the work to a child and ended.
+        # `pipes`: our ends of its stdin and stdout, if it talks over them; empty otherwise.
+        # `note`: what its next clients have to know of it, such as a session that was agreed on.
         self.name, self.pid, self.log, self.pipes, self.note = name, pid, Log(log_fd), tuple(pipes), note
         try:
             # A pidfd cannot come to mean another process. None stands for a process that had ended already.
@@ -105,10 +100,7 @@ class ServerProcess:
         return bool(select.select([self._death], [], [], 0)[0])
 
     def remember(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep of it, with the kernel's names of the open pipes that lead to it.
-
-        The members are a disk format.
-        """
+        """Return what a checkpoint keeps of it, with the kernel's names of the pipes that lead to it. A disk format."""
         ours = [*self.pipes, *([self.log.fd] if self.log.fd >= 0 else [])]
         names = [os.readlink(f"/proc/self/fd/{fd}") for fd in ours]  # noqa: PTH115
         return {"name": self.name, "pid": self.pid, "pipes": names, "talks": bool(self.pipes), "note": self.note}
@@ -149,12 +141,9 @@ class Servers:
             self._await_health(order, watch)
 
     def connect(self, order: ServerOrder, watch: Callable[[], None], first: bytes = b"") -> tuple[list[int], bool]:
-        """Return descriptors that lead to a server, and whether the server was started for that.
-
-        It is started if it does not run, the server behind it first; `watch` is called now and then meanwhile. `first`
-        is written to it at once. The descriptors are one connection to its port, or its stdin and stdout; the caller
-        closes them. If the server ends, or does not get ready in time, raise `ToolServerError`.
-        """
+        """Return descriptors that lead to a server, and whether the server was started for that."""
+        # The server behind it is started first, and `first` is written to it at once. The descriptors are one
+        # connection to its port, or its stdin and stdout; the caller closes them.
         fds, fresh = self._connect(order, watch)
         # A server that hangs up without reading has its reason in its answer, which the proxy reads.
         with contextlib.suppress(OSError):
@@ -198,10 +187,9 @@ class Servers:
                 server.log.close()
 
     def drain_detached(self, fd: int, pid: int) -> None:
-        """Drain the output of a process that its client has left as if it were a server's log.
+        """Drain the output of a process that its client has left as if it were a server's log."""
+        # So a checkpoint also holds its pipe.
 
-        So a checkpoint also holds its pipe.
-        """
         # A key that no server in a spec can collide with by accident; the pair is unique while the descriptor is open.
         name = f"left {pid} {fd}"
         self._servers[name] = ServerProcess(name, pid, fd)
@@ -239,7 +227,6 @@ class Servers:
         self._servers[order.name] = ServerProcess(order.name, pid, ours[-1], ours[:-1])
 
     def _is_over(self, server: ServerProcess) -> bool:
-        """Whether a command that has ended failed, or left no process behind to do its work."""
         # A command that ends with 0 may have left a daemon behind, which opens the port later.
         others = {pid for pid, _ in processes.list_processes()} - self._shells.idle_pids
         return self._shells.status_of(server.pid) != 0 or not others
@@ -272,7 +259,6 @@ class Servers:
         )
 
     def _await_health(self, order: ServerOrder, watch: Callable[[], None]) -> None:
-        """Run the health check of a service again and again, until it succeeds."""
         server, deadline, check = self._servers[order.name], time.monotonic() + order.ready_s, Log(-1)
         while time.monotonic() < deadline:
             server.log.drain()
@@ -287,7 +273,6 @@ class Servers:
         raise ToolServerError("silent", f"{order.name} was not healthy within {order.ready_s:g} s; {text}")
 
     def _check(self, order: ServerOrder, deadline: float, watch: Callable[[], None]) -> tuple[bool, Log]:
-        """Run the health check once; return whether it has succeeded, and what it has printed."""
         ours, theirs = new_pipes(talks=False)
         streams = {0: os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), 1: theirs[0], 2: theirs[0]}
         log = Log(ours[0])
@@ -311,7 +296,6 @@ class Servers:
 
 
 def _connected(port: int) -> socket.socket | None:
-    """Return a connection to a port of this sandbox's loopback; None if no process listens there."""
     for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         with contextlib.ExitStack() as undo:
             try:
@@ -345,7 +329,6 @@ def _program(order: ServerOrder) -> str:
 
 
 def _answers(connection: socket.socket, path: str, deadline: float) -> bool:
-    """Whether a GET of path is answered with a status below 500."""
     try:
         connection.settimeout(max(0.1, deadline - time.monotonic()))
         connection.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())

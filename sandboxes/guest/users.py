@@ -1,8 +1,7 @@
 """Users as the files of a sandbox name them: what `USER` of an image, or of a call, stands for.
 
-Process: pid 1 of a local sandbox, and its children. The files are the agent's, so they are read with a limit, and their
-lines are data. Not by libc, which would load modules for other databases from the sandbox. Each byte of a name is a
-character here (Latin-1), because nothing says what encoding it has.
+The files are the agent's, so they are read with a limit, and not by libc, which would load modules for other databases
+from the sandbox. Each byte of a name is a character here (Latin-1), because nothing says what encoding it has.
 """
 
 import os
@@ -68,11 +67,8 @@ def name_of(file: bytes, number: int, root: str = "/") -> str | None:
 
 
 def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
-    """Return what a user is, by the rules of container runtimes and the lines of both files (pure).
-
-    It is given as `user`, `uid`, `user:group` and so on; empty for root. Without a line of that name, raise
-    `UnknownUserError`.
-    """
+    """Return what a user is, by the rules of container runtimes and the lines of both files (pure)."""
+    # It is given as `user`, `uid`, `user:group` and so on; empty for root.
     wanted, _, wanted_group = user.partition(":")
     # What is a number is never a name.
     uid, gid, home, name = _number(wanted or "0"), 0, "/", ""
@@ -95,7 +91,6 @@ def resolve(user: str, passwd: Sequence[str], group: Sequence[str]) -> User:
 
 
 def _entries(lines: Sequence[str]) -> Iterator[list[str]]:
-    """Return the fields of each line that has a number; runtimes take a line without the last ones too."""
     for line in lines:
         parts = f"{line}:::::".split(":")
         if _number(parts[2]) is not None:
@@ -113,7 +108,6 @@ def _opened(root: str) -> Opened:
 
 
 def _lines(root: int, path: bytes) -> list[str]:
-    """Return the lines of a file; none if there is no such file."""
     # A FIFO would let this process wait without an end. A link to another file system leads out of the layers:
     # /proc has files of this process.
     how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_IN_ROOT | kernel.RESOLVE_NO_XDEV)

@@ -15,12 +15,7 @@ from sandboxes.ipc.messages import CallDone
 
 
 class Guest:
-    """A sandbox whose supervisor answers requests.
-
-    Attributes:
-        link: The link to the supervisor.
-        pending: What the last call left to do; None if nothing is left. No request that begins a call runs beside it.
-    """
+    """A sandbox whose supervisor answers requests."""
 
     def __init__(
         self,
@@ -30,16 +25,9 @@ class Guest:
         after_call: Callable[[CallDone], "asyncio.Task[None] | None"],
         folder: Path,
     ) -> None:
-        """Take over a channel.
-
-        Args:
-            name: The sandbox's ID.
-            channel: The channel to its supervisor.
-            kill: Ends everything that runs in the sandbox. The link calls it, so no path of an error can forget to.
-            after_call: Begins what a call leaves to do, and returns it.
-            folder: A directory on the disk that the sandbox fills, for error texts.
-        """
-        self.link = GuestLink(name, channel, kill)
+        """Take over a channel. `after_call` begins what a call leaves to do; `folder` is for errors about its disk."""
+        self.link = GuestLink(name, channel, kill)  # The link to the supervisor.
+        # What the last call left to do; None if nothing is left. No request that begins a call runs beside it.
         self.pending: asyncio.Task[None] | None = None
         self._after_call, self._folder = after_call, folder
         # In the past: a sandbox without calls has nothing that is starting.
@@ -48,10 +36,7 @@ class Guest:
     async def ask(
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
-        """Send a request that begins a call, once everything that the last call left to do is done.
-
-        Raises SandboxError if the sandbox is dead, or the supervisor was silent for too long.
-        """
+        """Send a request that begins a call, once everything that the last call left to do is done."""
         # The last call's seal or clean-up is still under way; a call beside it would change what it works on.
         await self.settle()
         return await self.link.call(request, body, timeout_s, fds)
@@ -64,10 +49,7 @@ class Guest:
             self.pending = None
 
     def conclude(self, done: Envelope[CallDone]) -> Envelope[CallDone]:
-        """Begin what a call leaves to do, and return its answer.
-
-        Raises SandboxError if the machine may be the reason for the call's result.
-        """
+        """Begin what a call leaves to do, and return its answer; SandboxError if the machine may be the cause."""
         if done.message.settling:
             self.begin_settling(SETTLE_S)
         # A full disk of the machine fails calls that would succeed elsewhere. Such a result must never be recorded. A

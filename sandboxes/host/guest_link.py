@@ -10,7 +10,6 @@ from sandboxes.ipc.codec import AnswerT, Envelope, IpcMessage, IpcRequest
 
 GRACE_S = 60.0
 """How long over a call's own time the supervisor may take, to kill and to compare files, until it counts as dead.
-
 Comparing the most files that count takes seconds on a busy machine. Half of this has been too short there."""
 
 ResultT = TypeVar("ResultT")
@@ -22,10 +21,7 @@ class GuestLink:
     """Sends requests to a supervisor, and declares its sandbox dead when the supervisor fails."""
 
     def __init__(self, name: str, channel: Channel, kill: Callable[[], None]) -> None:
-        """Take over a channel to the supervisor of the sandbox with the ID `name`.
-
-        `kill` ends everything that runs in the sandbox; it is called when the sandbox is declared dead.
-        """
+        """Take over a channel to a sandbox's supervisor; `kill` ends the sandbox once it is declared dead."""
         # A supervisor may have died between its start and this line; the channel knows.
         self.name, self.death = name, None if channel.lost is None else channel.lost
         self._channel, self._kill = channel, kill
@@ -52,11 +48,7 @@ class GuestLink:
     async def call(
         self, request: IpcRequest[AnswerT], body: bytes, timeout_s: float, fds: Sequence[int] = ()
     ) -> Envelope[AnswerT]:
-        """Send a request that may change the sandbox, with descriptors, and return its answer.
-
-        `timeout_s` is how long the call itself may take. If the caller is cancelled, the sandbox is dead: how far the
-        call came is not known. Raises SandboxError if the sandbox is dead, or the supervisor was silent for too long.
-        """
+        """Send a request that may change the sandbox and return its answer; a cancellation kills the sandbox."""
         try:
             # The supervisor's own timer comes first; this limit is for a supervisor that does not keep it.
             return await self.ask(request, body, fds, within_s=timeout_s + GRACE_S)

@@ -27,11 +27,7 @@ class HarnessCalls:
         self._servers, self._spec, self._environment = servers, spec, environment
 
     async def execute(self, call: ToolCall) -> Execution:
-        """Run a turn: `start`, `deliver` with a response, or `wait`.
-
-        Raises ServerError if the harness or its relay failed, so that the sandbox is dead, and SandboxError if the
-        sandbox failed.
-        """
+        """Run a turn: `start`, `deliver` with a response, or `wait`. `ServerError`: the harness or relay failed."""
         harness = self._spec.harness
         assert harness is not None, "the endpoint is there only with a harness"
         connected = await self._servers.connect(harness_order(self._spec, self._environment))

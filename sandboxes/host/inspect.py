@@ -49,10 +49,7 @@ def _text(latin: str) -> str:
 
 
 def entries_of(done: Envelope[CallDone], paths: Sequence[str]) -> Mapping[str, FileEntry]:
-    """Return what is at each of the paths that were looked at.
-
-    Raises SandboxError if the operation ran out of time or memory.
-    """
+    """Return what is at each of the paths that were looked at."""
     outcome = done.message.outcome
     if not isinstance(outcome, FileOutcome) or outcome.status != 200:
         raise SandboxError("the files could not be looked at: it ran out of time or memory. Ask again.")

@@ -85,10 +85,9 @@ def pack(
 ) -> Iterator[bytes]:
     """Yield the tar of a directory. Blocking; the memory that it takes grows with the hard links only.
 
-    Nothing may change in its `diff`. The first member contains `head`. `links` are further paths of files that are not
-    in the directory, each with the one that is; both begin with `diff/`. Without `contents`, the members' contents are
-    left out. Raises NotFreezableError if the layer has a socket or a device in it, or is too deep, and OSError if it
-    was deleted, or cannot be read.
+    Nothing may change in its `diff`. `links` are further paths of files that are not in the directory, each with the
+    one that is; both begin with `diff/`. Raises NotFreezableError for a socket, a device or too deep a tree, and
+    OSError if the directory was deleted or cannot be read.
     """
     info = tarfile.TarInfo(form.head)
     info.size, info.mode = len(head), 0o644
@@ -104,12 +103,9 @@ def pack(
 
 
 def outline(layer: Path, head: bytes, form: TarForm) -> str:
-    """Return the SHA-256, in hexadecimal, of the tar of a directory without the contents of its members.
-
-    A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
-    header, so the contents are at the same places, and they were just written. Blocking; nothing but contents is left
-    unread. Errors as for `pack`.
-    """
+    """Return the SHA-256, in hexadecimal, of the tar of a directory without the contents of its members. Blocking."""
+    # A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
+    # header, so the contents are at the same places, and they were just written.
     digest = hashlib.sha256()
     for piece in pack(layer, head, form, contents=False):
         digest.update(piece)
@@ -117,8 +113,6 @@ def outline(layer: Path, head: bytes, form: TarForm) -> str:
 
 
 class _Packer:
-    """Yields the members of one tar."""
-
     def __init__(self, layer: Path, form: TarForm, links: Mapping[str, str], *, contents: bool) -> None:
         self._layer, self._form, self._links, self._contents = layer, form, links, contents
         self._below: dict[str, list[tuple[str, bool]]] = {}
@@ -129,7 +123,6 @@ class _Packer:
         self._hole_bytes = 0
 
     def names(self, top: str) -> Iterator[str]:
-        """Yield the paths of a directory and everything below it, in canonical order, without recursion."""
         waiting = [(top, True)]
         while waiting:
             name, is_folder = waiting.pop()
@@ -144,7 +137,6 @@ class _Packer:
                 waiting.extend(sorted([*below, *self._below.get(name, ())], reverse=True))
 
     def entry(self, name: str) -> Iterator[bytes]:
-        """Yield one member."""
         path = self._layer / self._links.get(name, name)
         status = path.lstat()
         info = tarfile.TarInfo(name)
@@ -184,7 +176,6 @@ class _Packer:
             raise NotFreezableError(f"its sparse files have holes of more than {_MAX_HOLE_BYTES >> 20} MB")
 
     def _attributes(self, path: Path) -> dict[str, str]:
-        """Return the pax headers of a file's attributes."""
         attributes = {}
         for name in sorted(os.listxattr(path, follow_symlinks=False)):
             if self._form.has(name):
@@ -194,7 +185,6 @@ class _Packer:
 
 
 def _file_content(path: Path, size: int) -> Iterator[bytes]:
-    """Yield a file's content."""
     with open(open_unnoticed(str(path), os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
         remaining = size
         while remaining:
@@ -225,11 +215,10 @@ def _head(info: tarfile.TarInfo) -> bytes:
 
 
 def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) -> Unpacked:
-    """Write a directory from its tar. Blocking. Nothing is written outside of the target.
+    """Write a directory from its tar, forward in one pass, and nothing outside of the target. Blocking.
 
-    The tar is read once, forward, from its beginning to its end. The target is a directory with an empty `diff`.
-    Without `link`, the hard links are only returned. Raises NotPortableError if the data is no tar of this form, and
-    OSError if the machine cannot hold it.
+    The target has an empty `diff`. Without `link`, hard links are only returned. Raises NotPortableError if the data is
+    no tar of this form, and OSError if the machine cannot hold it.
     """
     try:
         with (
@@ -271,7 +260,6 @@ class _LayerWriter:
         self._files: set[str] = set()
 
     def add(self, member: tarfile.TarInfo) -> None:
-        """Check and write one member; see `unpack` for the errors."""
         name = member.name
         self._check(member)
         path = self._target / name
@@ -299,7 +287,6 @@ class _LayerWriter:
         _set_attributes(path, member)
 
     def _check(self, member: tarfile.TarInfo) -> None:
-        """Refuse a member whose path, depth or attributes no layer has, or that comes twice."""
         name = member.name
         folder, _, last = name.rpartition("/")
         # `_folders` has only directories that were made here. So no parent of a member is a symlink.

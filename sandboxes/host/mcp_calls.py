@@ -42,28 +42,18 @@ class McpCalls:
         environment: Mapping[str, str],
         known_reads: dict[str, frozenset[str]],
     ) -> None:
-        """Prepare for the calls of a sandbox, whose `environment` gives way to the variables of the spec.
-
-        `known_reads` has, by definition of a server, the tools that are known to change nothing. All sandboxes of the
-        driver share it, and it is filled here.
-        """
+        """Prepare for a sandbox's calls. `known_reads`, which all sandboxes share, has tools that change nothing."""
         self._guest, self._servers, self._spec, self._environment = guest, servers, spec, environment
         self._known_reads = known_reads
 
     async def start(self) -> None:
-        """Start all servers and initialize them, so that the first client finds a server as any later one does.
-
-        Raises ServerError if one of them did not get ready.
-        """
+        """Start all servers and initialize them, so that the first client finds a server as any later one does."""
         for name in self._spec.mcp_servers:
             # A ping is harmless, and `_ask` makes the handshake on the way.
             await self._ask(name, "ping", {}, read=True)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Send a request to one server, or to several (separated by commas) whose lists become one.
-
-        The listener receives notifications while they come. Raises SandboxError if the server or the sandbox failed.
-        """
+        """Send a request to one server, or to several (separated by commas) whose lists become one."""
         method, params, names = (call.arguments[member] for member in ("method", "params", "server"))
         if "," in names:
             return await self._list_all(method, params, names.split(","))
@@ -100,10 +90,7 @@ class McpCalls:
         return replace(runs[-1], result=result, effect=effect, seconds=seconds, resources=None)
 
     async def _only_reads(self, name: str, tool: object) -> bool:
-        """Whether a tool is known not to change its server's memory: by its annotations, if the spec trusts them.
-
-        The first process of each server lists them.
-        """
+        """Whether a tool is known not to change its server's memory: by its annotations, if the spec trusts them."""
         server = self._spec.mcp_servers[name]
         if not server.trust_hints:
             return False
@@ -120,7 +107,6 @@ class McpCalls:
     async def _ask_pages(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
     ) -> tuple[McpResponse, Envelope[CallDone]]:
-        """Request a list with all its pages; see `_ask`."""
         response, done = await self._ask(name, method, dict(params), listener, read=read)
         whole = response
         while cursor := response.payload.get("result", {}).get("nextCursor"):
@@ -135,7 +121,6 @@ class McpCalls:
     async def _ask(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool
     ) -> tuple[McpResponse, Envelope[CallDone]]:
-        """Send one request to a server; return its answer, and the supervisor's. Errors as for `execute`."""
         server = self._spec.mcp_servers[name]
         order = mcp_order(name, self._spec, self._environment)
         # The supervisor starts the server if it does not run, and holds the sandbox in the call from here on.

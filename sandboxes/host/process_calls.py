@@ -1,8 +1,4 @@
-"""Calls that run a process of its own, or that are about one that runs in the background.
-
-A process's output comes over a socket of its own while the process runs, and goes to the client's listener at once. If
-the client leaves, the proxy tells the supervisor, and the process goes on in the background.
-"""
+"""Calls that run a process, whose output goes to the client at once, or that are about one in the background."""
 
 import asyncio
 import socket
@@ -41,10 +37,7 @@ class ProcessCalls:
         return call.endpoint == "process" and (call.tool == "run" or call.tool in _BACKGROUND_TOOLS)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Carry a call out. The listener receives the output of a process while it comes, but not its exit code.
-
-        Raises SandboxError if the sandbox failed; it is dead then.
-        """
+        """Carry a call out. The listener receives the output of a process while it comes, but not its exit code."""
         return await (self._run(call, listener) if call.tool == "run" else self._use_background(call))
 
     async def _run(self, call: ToolCall, listener: Listener | None) -> Execution:
@@ -76,10 +69,6 @@ class ProcessCalls:
         return RunProcess(arguments, {name: str(value) for name, value in variables.items()}, timeout_s)
 
     async def _pass_on(self, end: int, listener: Listener | None, *, within_s: float) -> Frames:
-        """Pass output on until the supervisor closes its socket; return what came.
-
-        Raises SandboxError if the process has not ended within_s, although its time is long up.
-        """
         frames, incoming, loop = Frames(), Incoming(), asyncio.get_running_loop()
         # Beside the output, because a client may leave while the process prints nothing.
         detaching = start(self._detach_on_request(listener))
@@ -120,7 +109,6 @@ class ProcessCalls:
 
 
 def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:
-    """Return what came of a process that ran, or that goes on (pure)."""
     outcome = done.message.outcome
     assert isinstance(outcome, ProcessOutcome), "the supervisor ran a process"
     body = frames.end(outcome.exit_code, timed_out=outcome.timed_out)
@@ -139,11 +127,9 @@ def _ran(call: ToolCall, frames: Frames, done: Envelope[CallDone], spec: Environ
 
 
 def _used(call: ToolCall, done: Envelope[CallDone]) -> Execution:
-    """Return what came of a call about a background process (pure).
-
-    A poll that returned output creates a new node, because restoring it must not return the same output again. Writing
-    to a process's stdin does too, whether or not the process has read it.
-    """
+    """Return what came of a call about a background process (pure)."""
+    # A poll that returned output creates a new node, because restoring it must not return the same output again.
+    # Writing to a process's stdin does too, whether or not the process has read it.
     ran = execution(done)
     # A list and a refusal change nothing.
     if call.tool == "list" or ran.result.status != 200:

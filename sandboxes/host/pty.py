@@ -67,7 +67,6 @@ class Pty:
                 _wake(woken)
 
     async def _ready(self, watch: Callable[..., Any], unwatch: Callable[[int], Any]) -> None:
-        """Wait until the descriptor can be read or written, or is closed."""
         fd, woken = self._fd, self._loop.create_future()
         self._waiting.add(woken)
         watch(fd, _wake, woken)

@@ -1,7 +1,7 @@
 """Root states: what a spec's base, archives, files and set-up give, built once and kept while it is used.
 
-A small JSON file stays for each root state that was ever built here, even after its layers or its image are gone. Its
-digest then tells whether a second build gives the same state: a tree that was recorded on another state is lost.
+A small JSON file stays for each, even after its layers or image are gone. Its digest tells whether a second build gives
+the same state: a tree that was recorded on another state is lost.
 """
 
 import asyncio
@@ -60,11 +60,9 @@ class RootStates(Generic[Root]):
     async def get(
         self, key: str, is_present: Callable[[Root], Awaitable[bool]], build: Callable[[], Awaitable[Root]]
     ) -> Root:
-        """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build.
+        """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build."""
+        # `build` must be durable: all of a task depends on the root state.
 
-        `root_key` makes the key. `build` must be durable: all of a task depends on the root state. Raises SpecError if
-        set-up fails, leaves a process running, or gives another state than before.
-        """
         # One build for each key; other specs build meanwhile. Of a group, the first rollout builds and the
         # others wait.
         async with self._locks.setdefault(key, asyncio.Lock()):
@@ -91,12 +89,10 @@ class RootStates(Generic[Root]):
             return root
 
     def _recent(self, key: str) -> Root | None:
-        """Return a root state whose file was read or written within `_RECENT_S`; None otherwise."""
         looked_up_s, root = self._lookups.get(key, (-math.inf, None))
         return root if time.monotonic() - looked_up_s < _RECENT_S else None
 
     def _find(self, key: str) -> Root | None:
-        """Return what is known of a root state, and mark it as used; its storage may be gone."""
         path = self._directory / f"{key}.json"
         root = self._read(path)
         if root is not None:
@@ -146,10 +142,7 @@ def needs_setup(spec: EnvironmentSpec) -> bool:
 
 
 def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
-    """Return the key of a spec's root state.
-
-    `identity` is a digest of what the spec names outside itself, and stands for the fields in `without` too.
-    """
+    """Return the key of a spec's root state. `identity` stands for what is outside it and the fields in `without`."""
     # Sorted, so that equal specs have equal keys whatever the order of their fields.
     # Older versions had no services. Without empty ones, their root states are found again.
     absent = {name for name in ("services", "volumes", "aliases", "hostname") if not getattr(spec, name)}

@@ -25,10 +25,7 @@ ConnectedT = TypeVar("ConnectedT")
 
 
 class ServerCalls:
-    """Begins and ends calls to the tool servers of one sandbox.
-
-    A server that fails leaves the sandbox in an unknown state, so the sandbox is dead after a `ServerError`.
-    """
+    """Begins and ends calls to a sandbox's tool servers. A `ServerError` means that the sandbox is dead."""
 
     def __init__(self, guest: Guest) -> None:
         self._guest = guest
@@ -40,18 +37,14 @@ class ServerCalls:
         self._require_server(await self._guest.link.call(StartServers(list(orders)), b"", within_s))
 
     async def connect(self, order: ServerOrder, first: bytes = b"") -> Envelope[ServerConnected]:
-        """Begin a call: return descriptors that lead to the server, which is started if it does not run.
+        """Begin a call: return descriptors that lead to the server, which is started if it does not run."""
+        # The supervisor writes `first` to the server at once.
 
-        The supervisor writes `first` to the server at once. Raises ServerError if the server did not get ready.
-        """
         # `ask` of the sandbox: it waits for what the last call left to do.
         return self._require_server(await self._guest.ask(UseServer(order), first, order.ready_s))
 
     async def reconnect(self, ready_s: float) -> int:
-        """Return another connection to the server of the current call.
-
-        Raises ServerError if it does not run any more.
-        """
+        """Return another connection to the server of the current call; `ServerError` if it does not run any more."""
         link = self._guest.link
         try:
             # Through the link: the call has begun already, so there is nothing to settle.
@@ -69,10 +62,7 @@ class ServerCalls:
 
     @asynccontextmanager
     async def conversation(self, name: str) -> AsyncIterator[None]:
-        """Turn what goes wrong while a server is talked to into a ServerError that quotes the server's log.
-
-        The server hung up, sent nothing for too long, or sent something that it must not.
-        """
+        """Turn what goes wrong while a server is talked to into a ServerError that quotes the server's log."""
         try:
             yield
         except (MalformedResponseError, OSError, TimeoutError) as error:

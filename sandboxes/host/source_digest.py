@@ -58,18 +58,12 @@ class SourceDigests:
             ) from error
 
     def of_directory(self, path: Path, *, name: str, real: str) -> str:
-        """Return a digest of a directory's entries, or raise OSError. `open_plain` opened the path.
-
-        `name` is the name in specs, `real` the real path.
-        """
+        """Return a digest of a directory that `open_plain` opened, by its name in specs and its real path."""
         self._seen[name] = real
         return self.directories.of(path, real)
 
     def of_file(self, path: Path, *, name: str) -> str:
-        """Return the SHA-256 of a regular file that `open_plain` opened; `name` is its name in specs.
-
-        Raises OSError if the path is missing, no regular file, or cannot be read.
-        """
+        """Return the SHA-256 of a regular file that `open_plain` opened; `name` is its name in specs."""
         facts = _facts(path.stat())
         if not path.is_file():
             raise OSError(0, "neither a directory nor a regular file")

@@ -22,11 +22,7 @@ _ATTEMPTS = 3
 
 
 def directory_digest(root: str, watch: Callable[[str], None] = lambda _folder: None) -> str:
-    """Digest path, size, modification time, mode and owner of all entries below root. Blocking.
-
-    `watch` is called with each directory before its entries are listed. Raises OSError if an entry cannot be looked at,
-    or has gone meanwhile.
-    """
+    """Digest path, size, mtime, mode and owner of all entries; `watch` gets each directory before its listing."""
     digest = hashlib.blake2b(digest_size=16)
     # Directories in the order of their names, each after its own entries, whatever order the file system has.
     waiting = [root]

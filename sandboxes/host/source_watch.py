@@ -32,11 +32,10 @@ _IMPORT_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class SourceWatch:
-    """An inotify instance that remembers whether anything has happened. Without one, something always may have.
+    """An inotify instance that remembers whether anything has happened. Without one, something always may have."""
 
-    The event loop and threads use it. The lock keeps one of them from closing the descriptor while another reads it, or
-    closes it too: the number may be another file's by then.
-    """
+    # The event loop and threads use it. The lock keeps one of them from closing the descriptor while another reads it,
+    # or closes it too: the number may be another file's by then.
 
     def __init__(self, *, wanted: bool = True) -> None:
         self._lock = threading.Lock()
@@ -83,8 +82,6 @@ class SourceWatch:
 
 @dataclass(slots=True)
 class _Walked:
-    """A directory as it was walked."""
-
     digest: str
     place: tuple[int, int]  # Device and inode of the directory.
     watch: SourceWatch  # Says whether it has changed.
@@ -92,7 +89,6 @@ class _Walked:
     until: float  # When the walk counts no longer, on the monotonic clock.
 
     def holds(self, status: os.stat_result) -> bool:
-        """Return whether the directory, whose status is given, is the one that was walked, and unchanged."""
         if (status.st_dev, status.st_ino) != self.place or time.monotonic() > self.until:
             return False
         return not self.is_watched or self.watch.is_quiet
@@ -107,18 +103,12 @@ class DirectoryDigests:
         self._locks: dict[str, threading.Lock] = {}
 
     def known(self, name: str, status: os.stat_result) -> str | None:
-        """Return the digest of a directory if it was walked under this real path before and is unchanged; else None.
-
-        `status` is what the directory is now.
-        """
+        """Return the digest of a directory if it was walked under this real path before and is unchanged; else None."""
         walked = self._walked.get(name)
         return walked.digest if walked is not None and walked.holds(status) else None
 
     def of(self, folder: Path, name: str) -> str:
-        """Return the digest of a directory, by its path below `/proc/self/fd` (see `open_plain`) and its real path.
-
-        Raises OSError if it cannot be read.
-        """
+        """Return the digest of a directory, by its path below `/proc/self/fd` (see `open_plain`) and its real path."""
         with self._locks.setdefault(name, threading.Lock()):
             walked, status = self._walked.get(name), folder.stat()
             if walked is None or not walked.holds(status):
@@ -158,11 +148,7 @@ class Watched:
     """A value that was computed from directories, and holds until one of them changes."""
 
     def __init__(self, compute: Callable[[Callable[[str, int], None]], bytes]) -> None:
-        """Create it; nothing is computed yet.
-
-        `compute` is given a function that watches a directory, by path and events. It calls that before it looks at the
-        directory.
-        """
+        """Create it. `compute` is given a function that watches a directory, to be called before it looks there."""
         self._compute = compute
         self._lock = threading.Lock()
         self._watch: SourceWatch | None = None

@@ -20,9 +20,9 @@ the next group of rollouts still finds spares. The value is an estimate."""
 class SpareDemand:
     """Follows how many sandboxes are begun at once."""
 
-    def __init__(self, *, least: int = LEAST, most: int = _MOST, burst_s: float = _BURST_S) -> None:
+    def __init__(self, *, burst_s: float = _BURST_S) -> None:
         """Begin without any demand. Sandboxes that begin within `burst_s` count as begun at once."""
-        self._least, self._most, self._burst_s = least, most, burst_s
+        self._burst_s = burst_s
         self._begun: deque[float] = deque()
         self._peak, self._peak_at_s = 0.0, 0.0
 
@@ -36,7 +36,7 @@ class SpareDemand:
 
     def wanted(self, now_s: float) -> int:
         """Return how many spares to keep."""
-        return max(self._least, min(self._most, math.ceil(self._decayed(now_s) - 0.5)))
+        return max(LEAST, min(_MOST, math.ceil(self._decayed(now_s) - 0.5)))
 
     def _decayed(self, now_s: float) -> float:
         return self._peak * math.pow(0.5, (now_s - self._peak_at_s) / _HALF_LIFE_S)

@@ -15,10 +15,9 @@ _MAX_HEADER_BYTES = 4 << 20
 
 
 class TarStream:
-    """A file for `tarfile`. Contents of members are read by `content`, and not through `tarfile`, which copies them.
+    """A file for `tarfile`. Contents of members are read by `content`, and not through `tarfile`, which copies them."""
 
-    Digests of large pieces are computed in a thread of its own, while the caller writes them and reads the next one.
-    """
+    # Digests of large pieces are computed in a thread of its own, while the caller writes them and reads the next one.
 
     def __init__(self, data: BinaryIO) -> None:
         """Begin to read; data may be a pipe or a socket."""
@@ -28,11 +27,9 @@ class TarStream:
         self._hashing: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        """Return the stream."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """End the thread."""
         self._thread.shutdown()
 
     # -- called by `tarfile` -----------------------------------------------------------------------------------------
@@ -42,20 +39,14 @@ class TarStream:
         return self._position
 
     def seek(self, position: int) -> None:
-        """Read on to a position.
-
-        `tarfile` goes back only for members that no layer has: that raises NotPortableError.
-        """
+        """Read on to a position. `tarfile` goes back only for members that no layer has: a `NotPortableError`."""
         if position < self._position:
             raise NotPortableError("one of its members is read twice")
         while self._position < position and self.read(min(PIECE_BYTES, position - self._position)):
             pass
 
     def read(self, size: int) -> bytes:
-        """Return bytes of headers and padding: as many as wanted, or fewer at the end.
-
-        Raises NotPortableError if a header claims to have megabytes.
-        """
+        """Return up to `size` bytes of headers and padding; `NotPortableError` if a header claims to have megabytes."""
         # tarfile reads a header with the size that the header itself claims.
         if size > _MAX_HEADER_BYTES:
             raise NotPortableError("one of its headers is too large")
@@ -67,11 +58,7 @@ class TarStream:
     # -- called by the code that unpacks -----------------------------------------------------------------------------
 
     def content(self, size: int, content: ContentHash | None = None) -> Iterator[bytes]:
-        """Yield the content of the member whose header was read last, in pieces of `PIECE_BYTES`.
-
-        `content` gets the pieces too, and is complete when the last one has been yielded. Raises NotPortableError if
-        the tar ends before.
-        """
+        """Yield, in pieces, the content of the member whose header was read last; `content` gets the pieces too."""
         if size < 0:
             raise NotPortableError("one of its members has a negative size")
         for at in range(0, size, PIECE_BYTES):

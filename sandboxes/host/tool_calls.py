@@ -20,10 +20,8 @@ from sandboxes.tool_clients.server_orders import Spool, order
 from sandboxes.tool_clients.websocket import Socket, carrier, is_message
 
 ALONG_BYTES = 16 << 10
-"""The largest request that is sent together with the request for a connection.
-
-The supervisor writes it before the server reads, so it must fit into a new connection's socket buffer.
-"""
+"""The largest request that is sent together with the request for a connection. The supervisor writes it before the
+server reads, so it must fit into a new connection's socket buffer."""
 
 
 class ToolCalls:
@@ -32,10 +30,7 @@ class ToolCalls:
     def __init__(
         self, servers: ServerCalls, spec: EnvironmentSpec, environment: Mapping[str, str], folder: Path
     ) -> None:
-        """Prepare for the calls of a sandbox. Long answers are stored in `folder` while they come.
-
-        The variables in `environment` give way to those of the spec.
-        """
+        """Prepare for a sandbox's calls. `environment` gives way to the spec's; long answers are stored in `folder`."""
         self._servers, self._spec, self._environment, self._folder = servers, spec, environment, folder
         self._sockets: dict[str, Socket] = {}
 
@@ -51,10 +46,7 @@ class ToolCalls:
             await self._servers.start(orders)
 
     async def execute(self, call: ToolCall, listener: Listener | None) -> Execution:
-        """Forward a call. The listener receives an HTTP answer while it comes.
-
-        Raises ServerError if the server failed, so that the sandbox is dead, and SandboxError if the sandbox failed.
-        """
+        """Forward a call. The listener receives an HTTP answer while it comes."""
         return await (self._send_message(call) if is_message(call) else self._forward(call, listener))
 
     async def _forward(self, call: ToolCall, listener: Listener | None) -> Execution:
@@ -80,7 +72,6 @@ class ToolCalls:
             spool.close()
 
     async def _send_message(self, call: ToolCall) -> Execution:
-        """Send a message over its WebSocket; the first message opens it."""
         server = self._spec.hosted[call.endpoint]
         carried = carrier(call, order(call.endpoint, self._spec, self._environment))
         # The carrier is a process in the sandbox like any server, so a checkpoint holds the connection.
@@ -99,7 +90,6 @@ class ToolCalls:
     def _socket(
         self, call: ToolCall, name: str, connected: Envelope[ServerConnected], port: int, max_bytes: int
     ) -> Socket:
-        """Return the proxy's end of a WebSocket: the known one, or a new one over the descriptors that have come."""
         fresh = connected.message.fresh
         known = self._sockets.get(name)
         # The known end has the protocol's machine and unread messages; the new descriptors lead to the same pipes.
@@ -117,10 +107,7 @@ class ToolCalls:
         return self._sockets[name]
 
     def require_still(self) -> None:
-        """Raise NotFreezableError if a message came over a WebSocket that no call has returned.
-
-        A frozen state would lose the message.
-        """
+        """Raise NotFreezableError if a WebSocket message came that no call returned: a frozen state would lose it."""
         if not all(connection.is_drained for connection in self._sockets.values()):
             raise NotFreezableError("a server has sent messages over its WebSocket that no call is waiting for")
 

@@ -85,11 +85,9 @@ def sql_execution(done: Envelope[CallDone], call: ToolCall, spec: EnvironmentSpe
 
 
 def command_execution(done: Envelope[CallDone], spec: EnvironmentSpec) -> Execution:
-    """Return what came of a command or of an operation on files.
-
-    How far a call comes before its wall time is up depends on how busy the machine is. So neither its result nor the
-    state that it left is for other rollouts, unless the task says so.
-    """
+    """Return what came of a command or of an operation on files."""
+    # How far a call comes before its wall time is up depends on how busy the machine is. So neither its result nor the
+    # state that it left is for other rollouts, unless the task says so.
     ran, outcome = execution(done), done.message.outcome
     timed_out = isinstance(outcome, CommandOutcome) and outcome.timed_out
     # A file operation whose process was killed is cut short by its time, or by the memory or disk of the sandbox.

@@ -1,8 +1,7 @@
 """Images in files, without a daemon: what `docker save` writes, and OCI image layouts as a tar or a directory.
 
 An image's id is the SHA-256 of its configuration, which names the SHA-256 of each decompressed layer (`diff_ids`). Both
-are compared with what is read, so an archive cannot give an image another content than its id stands for. The digests
-of layers as they are stored, compressed, would say nothing more and are not read.
+are compared with what is read; digests of the compressed layers would say nothing more.
 """
 
 import functools
@@ -44,8 +43,6 @@ _PLAIN_FILE = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK, kernel.RESOLVE_BENEAT
 
 
 class _Layer(NamedTuple):
-    """A layer: the file that has it, and the digest of its decompressed content."""
-
     file: str
     diff_id: str
 
@@ -54,10 +51,7 @@ class ImageArchive:
     """One image in a file or directory, open for reading. Methods block. Its id is the digest of its configuration."""
 
     def __init__(self, path: Path) -> None:
-        """Read what the image in a file or directory consists of, which `plain_paths.open_plain` has opened.
-
-        `ImageError` says that it holds no image for this machine, or several.
-        """
+        """Read what the image at a path of `open_plain` consists of; ImageError if it has none for this machine."""
         self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             # The places of a tar's files; None for a directory.
@@ -69,18 +63,13 @@ class ImageArchive:
             raise
 
     def __enter__(self) -> Self:
-        """Return the archive."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close it."""
         os.close(self._fd)
 
     def unpack(self, target: Path) -> None:
-        """Write the image's files, without device nodes, into an empty directory.
-
-        `ImageError` says that a layer is damaged, is another one than the image has, or would leave the target.
-        """
+        """Write the image's files, without device nodes, into an empty directory; ImageError if a layer is unsound."""
         with RootWriter(target, attributes=True) as writer:
             for number, layer in enumerate(self._layers):
                 # Nothing is below the first one that it could hide.
@@ -120,7 +109,6 @@ class ImageArchive:
         return f"sha256:{hashlib.sha256(config).hexdigest()}", ImageConfig.parse(described.get("config")), layers
 
     def _manifest(self, index: dict[str, Any], level: int = 0) -> dict[str, Any]:
-        """Return the manifest of this machine's image."""
         entries = [_object(entry, "index") for entry in _list(index.get("manifests"), "index")]
         # An index may name one image by several tags.
         fitting = {_blob_file(entry): entry for entry in entries if _is_for_this_machine(entry.get("platform"))}
@@ -136,7 +124,6 @@ class ImageArchive:
         return self._manifest(manifest, level + 1)
 
     def _blob(self, descriptor: object) -> bytes:
-        """Return what a descriptor (OCI image specification) leads to."""
         name = _blob_file(descriptor)
         content = self._read(name)
         if hashlib.sha256(content).hexdigest() != name.rpartition("/")[2]:
@@ -184,8 +171,6 @@ class ImageArchive:
 
 
 class _Part(io.RawIOBase):
-    """A part of a file."""
-
     def __init__(self, fd: int, begin: int, size: int) -> None:
         super().__init__()
         self._fd, self._begin, self._size, self._at = fd, begin, size, 0

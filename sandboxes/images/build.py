@@ -1,7 +1,7 @@
 """A root file system becomes an image, as an archive that both `docker load` and readers of OCI archives take.
 
-The image has one layer. Times are whole seconds, as in all images. Sockets and device nodes are left out, as `docker
-export` leaves out sockets. Equal trees and configurations give equal images.
+The image has one layer. Times are whole seconds. Sockets and device nodes are left out, as `docker export` leaves out
+sockets. Equal trees and configurations give equal images.
 """
 
 import hashlib
@@ -31,8 +31,6 @@ _OCI = "application/vnd.oci.image"
 
 
 class _Packed(NamedTuple):
-    """An image: its id, and the pieces of its archive, which can be read once."""
-
     id: str
     pieces: Iterator[bytes]
 
@@ -42,9 +40,8 @@ def load(
 ) -> str:
     """Give an image of a tree to a Docker daemon; return the image's id. Blocking: some seconds for a gigabyte.
 
-    Nothing changes the tree meanwhile, which may be an overlay; the folder has room for a copy of it. Another image of
-    the name, such as `repository:tag`, loses it. `left_out` are names in the root directory that the image does not
-    have. A tree that cannot be an image is an `ImageError`.
+    Nothing may change the tree meanwhile; `folder` has room for a copy. `left_out` are names in the root directory that
+    the image does not have. A tree that cannot be an image is an `ImageError`.
     """
     with _packed(root, config, name, folder, left_out) as packed:
         daemon.load(packed.pieces)
@@ -52,10 +49,7 @@ def load(
 
 
 def write(target: Path, root: Path, config: ImageConfig, name: str = "", *, left_out: Collection[str] = ()) -> str:
-    """Write an image of a tree into a new file; return the image's id. Blocking; see `load`.
-
-    The directory of the file has room for the tree twice for a moment.
-    """
+    """Write an image of a tree into a new file, whose disk has room for two; return its id. Blocking; see `load`."""
     with _packed(root, config, name, target.parent, left_out) as packed, target.open("xb") as file:
         file.writelines(packed.pieces)
         return packed.id
@@ -131,8 +125,6 @@ class _HashedFile:
 
 
 class _LayerTar:
-    """Writes the tar of a tree, each directory before what is in it."""
-
     def __init__(self, target: _HashedFile) -> None:
         self._archive = tarfile.open(  # noqa: SIM115 - closed at the end of `write`
             fileobj=cast("Any", target), mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -205,7 +197,6 @@ def _described(
 
 
 def _attributes(fd: int) -> dict[str, str]:
-    """Return the pax headers of a file's attributes."""
     names = filter(is_kept, sorted(os.listxattr(fd)))
     return {ATTRIBUTE + name: os.getxattr(fd, name).decode("utf-8", "surrogateescape") for name in names}
 

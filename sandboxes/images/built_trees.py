@@ -18,7 +18,6 @@ class BuiltTrees:
     """The directories of one folder, which a lock of the caller's keeps for this process. Methods block."""
 
     def __init__(self, folder: Path) -> None:
-        """Name the folder; `open` makes it."""
         self._folder = folder
         # Methods run in threads, and two specs may name the same tree at once. Only one of them builds it.
         self._making: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
@@ -32,10 +31,7 @@ class BuiltTrees:
             remove_tree(unfinished)
 
     def make(self, name: str, build: Callable[[Path], object], *, checked: bool = False) -> Path:
-        """Return a directory of the folder; build it if it is missing, completely or not at all.
-
-        If `checked`, a directory that was changed on disk is built again.
-        """
+        """Return a directory of the folder; build it completely if it is missing or, if `checked`, was changed."""
         target, digest = self._folder / name, self._folder / f"{name}.digest"
         with self._making[name]:
             # Before its first use in this process: no sandbox has it mounted.

@@ -14,32 +14,21 @@ class ImageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """The configuration of an image, in Docker's and OCI's words.
-
-    Attributes:
-        user: A user, or user and group, by name or number (`User`); empty for root.
-        workdir: The working directory, an absolute path without `..` (`WorkingDir`).
-        healthcheck: Docker's test of a container (`Healthcheck.Test`); None if there is none.
-        ports: Ports that its services use, such as `80/tcp` (`ExposedPorts`).
-        volumes: Absolute paths that Docker keeps apart from the container (`Volumes`).
-    """
+    """The configuration of an image, in Docker's and OCI's words."""
 
     environment: dict[str, str] = field(default_factory=dict)
-    user: str = ""
-    workdir: str = "/"
+    user: str = ""  # A user, or user and group, by name or number; empty for root.
+    workdir: str = "/"  # An absolute path without `..`.
     entrypoint: tuple[str, ...] = ()
     command: tuple[str, ...] = ()
-    healthcheck: tuple[str, ...] | None = None
-    ports: tuple[str, ...] = ()
-    volumes: tuple[str, ...] = ()
+    healthcheck: tuple[str, ...] | None = None  # Docker's test of a container (`Healthcheck.Test`).
+    ports: tuple[str, ...] = ()  # Such as `80/tcp` (`ExposedPorts`).
+    volumes: tuple[str, ...] = ()  # Absolute paths that Docker keeps apart from the container.
     labels: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, value: object) -> "ImageConfig":
-        """Return what `Config` of `docker image inspect`, or `config` of an OCI image, says. None is an empty one.
-
-        `ImageError` says that a member has another type than it should have, or a text that no program can be given.
-        """
+        """Return what `Config` of `docker image inspect`, or `config` of an OCI image, says. None is an empty one."""
         config = _member({"config": value}, "config", _mapping) or {}
         pairs = [text.partition("=") for text in _member(config, "Env", _texts) or ()]
         health = _member(_member(config, "Healthcheck", _mapping) or {}, "Test", _texts)

@@ -1,8 +1,7 @@
 """A Docker daemon as a source of images. This is the only module of the room that uses the Docker SDK.
 
-All methods block, for at most `TIMEOUT_S` a request, and `TRANSFER_S` where whole images are read or written: call them
-in a thread. The SDK's exceptions become ours here: an image that cannot be used is the spec's fault (`SpecError`),
-everything else the machine's (`SandboxError`).
+All methods block, up to `TIMEOUT_S` a request, or `TRANSFER_S` for whole images: call them in a thread. Here the SDK's
+exceptions become `SpecError` for an image that cannot be used, and `SandboxError` for everything else.
 """
 
 import contextlib
@@ -20,20 +19,16 @@ from docker.errors import APIError, DockerException, ImageLoadError, ImageNotFou
 from sandboxes.errors import SandboxError, SpecError
 
 TIMEOUT_S = 60.0
-"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load.
-
-The value is an estimate.
-"""
+"""Limit of one request to the daemon, which needs milliseconds, and seconds only on a machine under heavy load. The
+value is an estimate."""
 
 TRANSFER_S = 3_600.0
 """Longest silence of the daemon while it reads or writes an image: `docker save` is silent until it has copied all
 layers. The value is an estimate."""
 
 PAUSES_S = (0.1, 0.5)
-"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long.
-
-The value is an estimate.
-"""
+"""Pauses before a request that changes nothing is repeated: a daemon that restarts is away for about this long. The
+value is an estimate."""
 
 PIN, PIN_HOST = "forkpoint.pin", "forkpoint.pin.host"
 """Labels of the containers that only keep an image: the folder whose images they keep, and its machine's name."""
@@ -44,17 +39,12 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class DaemonImage:
-    """An image of the daemon's.
-
-    Attributes:
-        platform: Its `os` and `architecture`.
-        layers: The directories of its layers on the daemon's machine, topmost first; empty if the daemon does not keep
-            them as directories for overlayfs.
-    """
+    """An image of the daemon's."""
 
     id: str
     config: object
     platform: dict[str, str]
+    # Their directories on the daemon's machine, topmost first; empty if not kept as directories for overlayfs.
     layers: tuple[str, ...]
 
 
@@ -68,10 +58,7 @@ class ImagePin:
 
 
 class ImageDaemon:
-    """A Docker daemon, on its default socket or as DOCKER_HOST and its sister variables say.
-
-    An image that the daemon does not have is a `SpecError`; any other failure of Docker's is a `SandboxError`.
-    """
+    """A Docker daemon, on its default socket or as DOCKER_HOST and its sister variables say."""
 
     def __init__(self) -> None:
         """Connect not yet: the first method does."""
@@ -91,7 +78,7 @@ class ImageDaemon:
     # -- images ------------------------------------------------------------------------------------------------------
 
     def image(self, name: str) -> DaemonImage:
-        """Return what the daemon says of an image. 2 ms."""
+        """Return what the daemon says of an image."""
         facts: dict[str, Any] = self._retried(lambda: self._docker().images.get(name).attrs, image=name)
         driver = facts.get("GraphDriver") or {}
         data = (driver.get("Data") or {}) if driver.get("Name") == "overlay2" else {}
@@ -105,7 +92,7 @@ class ImageDaemon:
         return sorted({tag for entry in listed for tag in entry["RepoTags"] or () if tag != "<none>:<none>"})
 
     def save(self, image: str, target: BinaryIO) -> None:
-        """Write an image as `docker save` does. 2 s for a gigabyte."""
+        """Write an image as `docker save` does."""
         with self._errors(image):
             pieces = iter(self._patient().api.get_image(image, chunk_size=_PIECE_BYTES))
         while (piece := self._next(pieces, image)) is not None:
@@ -125,11 +112,9 @@ class ImageDaemon:
     # -- pins --------------------------------------------------------------------------------------------------------
 
     def pin(self, image: str, name: str, owner: str, host: str) -> None:
-        """Keep the layers of an image while a container exists, which is made of it and never started. Idempotent.
-
-        Docker then keeps the layers when the image is removed, also by force, but not when all stopped containers are
-        removed (`docker container prune`).
-        """
+        """Keep the layers of an image while a container exists, which is made of it and never started. Idempotent."""
+        # Docker then keeps the layers when the image is removed, also by force, but not when all stopped containers are
+        # removed (`docker container prune`).
         labels = {PIN: owner, PIN_HOST: host}
         with self._errors(image):
             try:
@@ -224,7 +209,6 @@ class ImageDaemon:
 
 
 def _error_of(explanation: str) -> SandboxError:
-    """Return the error for a request that the daemon refused."""
     if "no space left" in explanation.lower():
         return SandboxError(
             f"the Docker daemon's disk is full: {explanation}. Free some space: `docker system prune`, `df -h`."

@@ -9,7 +9,6 @@ They can if the sandbox sees exactly what it would see of the same image in a fi
 - A file with several names shows their number, also those that another layer hides.
 
 It runs as `python -m sandboxes.images.docker_layers DIRECTORY...`, topmost first, and prints what is wrong, or nothing.
-It takes some 5 us an entry.
 """
 
 import os
@@ -87,7 +86,6 @@ def _obstacle_at(folder: trees.Folder, entry: os.DirEntry[str], above: Sequence[
 
 
 def _hides(layer: int, path: str) -> bool:
-    """Return whether a layer has something at a path, or a file or whiteout above it."""
     ends = [at for at, character in enumerate(path) if character == "/"]
     for end in (*ends, len(path)):
         try:
@@ -101,7 +99,6 @@ def _hides(layer: int, path: str) -> bool:
 
 
 def _has_folder(layer: int, path: str) -> bool:
-    """Return whether a layer has a directory at a path, even one that others hide."""
     fd = trees.open_below(layer, path)
     if fd is None:
         return False

@@ -19,7 +19,6 @@ class Images:
     """Answers what clients ask about images, and makes images of states."""
 
     def __init__(self, store: ImageStore, sources: SourceRules, folder: Path) -> None:
-        """Take the store, what specs may name, and a folder with room for a copy of a state."""
         self._store, self._sources, self._folder = store, sources, folder
         # One at a time, because each needs room on the disk.
         self.making = asyncio.Lock()

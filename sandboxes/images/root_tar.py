@@ -55,8 +55,6 @@ _IN_ROOT, _PLAIN = (
 
 
 class _Facts(NamedTuple):
-    """What a member says of its file; the defaults are for directories that no member describes."""
-
     mode: int = 0o755
     uid: int = 0
     gid: int = 0
@@ -66,11 +64,7 @@ class _Facts(NamedTuple):
 
 
 def unpack(source: Path, target: Path) -> None:
-    """Unpack a root file system without its device nodes, as `tar` would inside of the target. Blocking.
-
-    The tarball may be compressed by gzip, bzip2, xz or zstd. `ImageError` says that it is none, or that a member would
-    leave the target, which is an empty directory.
-    """
+    """Unpack a root file system, as `tar` would, without device nodes into an empty directory. Blocking."""
     with RootWriter(target, attributes=False) as writer, source.open("rb") as file:
         writer.add(file)
         writer.finish()
@@ -90,11 +84,9 @@ class RootWriter:
         self._note(self._top, _Facts())
 
     def __enter__(self) -> Self:
-        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close the directory."""
         os.close(self._top)
 
     def hide(self, layer: BinaryIO) -> str:
@@ -117,10 +109,7 @@ class RootWriter:
             return stream.finish()[0]
 
     def add(self, tar: BinaryIO, *, is_layer: bool = False) -> str:
-        """Make the members of a tar; return the SHA-256 of the decompressed tar, in hexadecimal.
-
-        In a layer names may be whiteouts, which are left out; see `hide`.
-        """
+        """Make the members of a tar but a layer's whiteouts (`hide`); return the SHA-256 of the decompressed tar."""
         with _tar_stream(tar, self._top) as stream:
             for member in self._members(stream):
                 if not (is_layer and member.name.rstrip("/").rpartition("/")[2].startswith(WHITEOUT)):
@@ -232,7 +221,7 @@ def is_kept(attribute: str) -> bool:
 
 
 def require_room(file: int) -> None:
-    """Raise ENOSPC if the disk of a file has less free than the reserve. 1 us."""
+    """Raise ENOSPC if the disk of a file has less free than the reserve."""
     disk = os.fstatvfs(file)
     if disk.f_bavail * disk.f_frsize < RESERVE_BYTES:
         raise OSError(errno.ENOSPC, "the disk is nearly full")
@@ -272,7 +261,6 @@ def _tar_stream(file: BinaryIO, folder: int) -> Iterator[TarStream]:
 
 
 def _decompressed(file: BinaryIO) -> BinaryIO:
-    """Return what a file at its beginning holds, decompressed by what its first bytes say."""
     begin = file.read(6)
     file.seek(0)
     if begin.startswith(b"\x1f\x8b"):
@@ -313,7 +301,6 @@ def _fill(file: FileIO, member: tarfile.TarInfo, stream: TarStream) -> None:
 
 
 def _made_folder(name: str, folder: int) -> Opened:
-    """Open a directory by its name in another one; make it if there is none, in place of what is there."""
     try:
         is_folder = stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     except FileNotFoundError:

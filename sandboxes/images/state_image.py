@@ -1,9 +1,8 @@
 """A state becomes a container image again, as `docker commit` makes one of a container.
 
-The image has what the sandbox shows of its layers: those of the state over those of the base, without what every
-sandbox gets beside them (`sandboxes.local.bases.Base.bare`). A process of its own mounts and reads them (`python -m
-sandboxes.images.state_image`): a mount changes the working directory of its process, and thousands of files would keep
-the proxy's interpreter busy while hits wait.
+The image has the layers of the state over those of the base, without what every sandbox gets beside them
+(`sandboxes.local.bases.Base.bare`). A process of its own mounts and reads them: a mount changes the working directory
+of its process, and thousands of files would keep the proxy's interpreter busy while hits wait.
 """
 
 import asyncio
@@ -26,31 +25,19 @@ from sandboxes.portability import NoImageError
 
 
 class ImageOrder(NamedTuple):
-    """What the process needs to make an image.
+    """What the process needs to make an image."""
 
-    Attributes:
-        lowers: The directories, topmost first; at least two. The last but `empty` may be another user's.
-        empty: Whether the last one is an empty directory, because an overlay needs two.
-        left_out: Names in the root directory that the image does not have.
-        name: The name of the image; empty for none.
-        target: The new file of the archive; None gives the image to the Docker daemon.
-        folder: Where a copy of the tree has room for a moment.
-    """
-
-    lowers: Sequence[str]
-    empty: bool
+    lowers: Sequence[str]  # The directories, topmost first; at least two. The last but `empty` may be another user's.
+    empty: bool  # Whether the last one is an empty directory, because an overlay needs two.
     config: dict[str, Any]
-    left_out: Sequence[str]
-    name: str
-    target: str | None
-    folder: str
+    left_out: Sequence[str]  # Names in the root directory that the image does not have.
+    name: str  # The name of the image; empty for none.
+    target: str | None  # The new file of the archive; None gives the image to the Docker daemon.
+    folder: str  # Where a copy of the tree has room for a moment.
 
 
 async def make(order: ImageOrder) -> str:
-    """Make an image; return its id. A cancellation ends the process; what it has written of the file stays.
-
-    `NoImageError` says that the tree cannot be an image.
-    """
+    """Make an image; return its id. A cancellation ends the process; what it has written of the file stays."""
     program = [sys.executable, "-m", "sandboxes.images.state_image"]
     pipe = asyncio.subprocess.PIPE
     maker = await asyncio.create_subprocess_exec(*program, stdin=pipe, stdout=pipe, stderr=pipe)

@@ -47,15 +47,11 @@ _ID_CHARS = len("sha256:") + 64
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image that sandboxes can use.
+    """An image that sandboxes can use."""
 
-    Attributes:
-        id: `sha256:` and the digest that Docker knows it by; equal ids have equal files.
-        lowers: Its directories, topmost first. The caller looks whether they exist before it mounts them.
-    """
-
-    id: str
+    id: str  # `sha256:` and the digest that Docker knows it by; equal ids have equal files.
     config: ImageConfig
+    # Its directories, topmost first. The caller looks whether they exist before it mounts them.
     lowers: tuple[str, ...]
 
 
@@ -63,10 +59,7 @@ class ImageStore:
     """The images of one folder, which all tasks share. Methods block: call them in a thread."""
 
     def __init__(self, folder: Path, *, in_place: bool = True) -> None:
-        """Name the folder, which a lock of the caller's keeps for this process; `open` makes it.
-
-        Docker's directories may be used as they are (`in_place`), which needs the right to read overlayfs' marks.
-        """
+        """Name the folder, which the caller has locked; `in_place` needs the right to read overlayfs' marks."""
         self._folder, self._in_place = folder, in_place and kernel.holds(kernel.CAP_SYS_ADMIN)
         self._trees = BuiltTrees(folder)
         self.daemon = ImageDaemon()
@@ -94,10 +87,10 @@ class ImageStore:
     def resolve(self, name: str, *, below: str = "") -> Image:
         """Return an image; unpack it if that is necessary: some seconds for a gigabyte.
 
-        The name is the id of an image that was unpacked, the name or id of an image of the daemon's, or the absolute
-        path, without links, of a file or directory with an image (`sources.SourceRules.real`). Its directory has all
-        files below the path `below`, such as `.services/web`. `SpecError` says that there is no such image, or that it
-        cannot be used; `OSError` that the machine is short of memory, descriptors or disk.
+        The name is an unpacked image's id, the name or id of an image of the daemon's, or the absolute path, without
+        links, of a file or directory (`sources.SourceRules.real`). All files are below `below`, such as
+        `.services/web`. SpecError: there is no such image, or it cannot be used. OSError: the machine is short of
+        memory, descriptors or disk.
         """
         with self._in_use():
             with _errors_of(name):
@@ -128,10 +121,7 @@ class ImageStore:
                 self._resolving -= 1
 
     def collect(self, keep: set[str]) -> None:
-        """Remove unpacked images, and the containers that keep Docker's, except some. Nothing while one is resolved.
-
-        Those stay that sandboxes or kept states use, and those that were returned since the last call.
-        """
+        """Remove images and containers that are neither kept nor returned since the last call."""
         with self._changing:
             if self._resolving:
                 return
@@ -156,7 +146,6 @@ class ImageStore:
     # -- where an image comes from -----------------------------------------------------------------------------------
 
     def _unpacked(self, id_: str, below: str) -> Image | None:
-        """Return an image that was unpacked before, by its id."""
         name = _folder_name(id_, below)
         config = self._folder / f"{name}.json"
         if not _ID.fullmatch(id_) or not config.exists() or not self._trees.is_intact(name):
@@ -201,7 +190,6 @@ class ImageStore:
         return Image(id_, config, (str(self._trees.make(name, build, checked=True)),))
 
     def _fits(self, found: DaemonImage) -> bool:
-        """Return whether an image's layers can be used in place; a container keeps them from then on."""
         if not self._in_place or not found.layers or docker_layers.first_missing(found.layers) is not None:
             return False
         folder = hashlib.blake2b(os.fsencode(self._folder), digest_size=6).hexdigest()
@@ -220,13 +208,11 @@ class ImageStore:
 
 
 def _folder_name(id_: str, below: str) -> str:
-    """Return the name of the directory with an image."""
     return id_.replace(":", "-") + below.replace("/", "-")
 
 
 @contextlib.contextmanager
 def _errors_of(name: str) -> Iterator[None]:
-    """Turn what is wrong with an image into an error of the spec that names it."""
     try:
         yield
     except (ImageError, OSError) as error:

@@ -1,8 +1,7 @@
 """Digests of unpacked trees: one that was changed on disk is unpacked again, and never served.
 
-A tree is read when it has been unpacked, and once more in the life of each process that uses it. That takes 30 us a
-file and 0.8 s for a gigabyte in memory, in a process of its own (`python -m sandboxes.images.tree_check`): thousands of
-files would keep the proxy's interpreter busy while hits wait.
+A tree is read when it has been unpacked, and once in the life of each process that uses it: in a process of its own,
+because thousands of files would keep the proxy's interpreter busy while hits wait.
 """
 
 import os

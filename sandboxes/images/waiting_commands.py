@@ -19,10 +19,7 @@ _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def waits(argv: tuple[str, ...], *, interactive: bool) -> bool:
-    """Return whether a main command only keeps its container running, so that it need not be executed.
-
-    `interactive` says that its stdin is open and nothing sends input, so that a shell would wait for ever.
-    """
+    """Return whether a main command only keeps its container running; `interactive`: its stdin stays open."""
     if not argv:
         return True
     name = argv[0].rpartition("/")[2]

@@ -1,7 +1,7 @@
 """The proxy's end of a socket to another process of ours: requests are answered in order, with descriptors.
 
-What a message leads to takes the event loop up to a millisecond. So one channel is read in each turn of the loop. Hits
-that have come meanwhile are answered before the next message, and not after the messages of all sandboxes.
+What a message leads to takes the event loop up to a millisecond, so one channel is read in each turn of the loop: hits
+that have come meanwhile are answered before the next message.
 """
 
 import asyncio
@@ -30,11 +30,7 @@ class PeerFailedError(Exception):
 
 
 class Channel:
-    """One socket for any number of callers at once; each gets the answer to its own request.
-
-    Attributes:
-        lost: Why the channel is closed; None while it is open.
-    """
+    """One socket for any number of callers at once; each gets the answer to its own request."""
 
     _turn_taken: ClassVar[asyncio.AbstractEventLoop | None] = None
     """The event loop in whose present turn a channel was read; None if none was."""
@@ -55,16 +51,12 @@ class Channel:
         # Set when the socket takes more of the frame that is being sent, or is closed.
         self._room: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self.lost: str | None = None
+        self.lost: str | None = None  # Why the channel is closed; None while it is open.
         # Read all the time and not only when a caller waits, so the end of the peer is noticed at once.
         self._loop.add_reader(end.fileno(), self._readable)
 
     async def request(self, message: IpcMessage, body: bytes = b"", fds: Sequence[int] = ()) -> IpcFrame:
-        """Send a request and return its answer as it comes; the caller closes the answer's descriptors.
-
-        Raises:
-            ChannelClosedError: The other end is gone.
-        """
+        """Send a request and return its answer as it comes; the caller closes the answer's descriptors."""
         async with self._sending:
             # Looked at behind the lock: the channel may have been lost while this caller waited for its turn.
             if self.lost is not None:
@@ -76,12 +68,7 @@ class Channel:
         return await answer
 
     async def ask(self, request: IpcRequest[AnswerT], body: bytes = b"", fds: Sequence[int] = ()) -> Envelope[AnswerT]:
-        """Send a request and return its answer; the caller closes the answer's descriptors.
-
-        Raises:
-            ChannelClosedError: The other end is gone, or has sent a frame that is no answer to this request.
-            PeerFailedError: The other end reports that it failed.
-        """
+        """Send a request and return its answer; the caller closes the answer's descriptors."""
         # `answers_of` checks at run time what the type argument promises to mypy.
         frame = await self.request(request, body, fds)
         return cast("Envelope[AnswerT]", self._expect_one_of(frame, answers_of(type(request))))
@@ -94,16 +81,10 @@ class Channel:
                 await self._send(pack_message(message, body, len(fds)), fds)
 
     async def next(self, *expected: type[AnswerT]) -> Envelope[AnswerT]:
-        """Return the next message that answers no request.
-
-        Raises:
-            ChannelClosedError: The other end is gone, or has sent a frame that is not expected.
-            PeerFailedError: The other end reports that it failed.
-        """
+        """Return the next message that answers no request."""
         return cast("Envelope[AnswerT]", self._expect_one_of(await self.receive(), expected))
 
     def _expect_one_of(self, frame: IpcFrame, expected: tuple[type[IpcMessage], ...]) -> Envelope[IpcMessage]:
-        """Decode a frame. After one that cannot be decoded, or is not expected, the channel is closed."""
         try:
             envelope = decode(frame, *expected, Failed)
         except MalformedFrameError as error:
@@ -236,7 +217,6 @@ class Channel:
         self._loop.call_soon(self._readable)
 
     def _read(self) -> bool:
-        """Read what there is, up to one piece; return whether there may be more."""
         try:
             data, fds = receive(self._socket)
         except (BlockingIOError, InterruptedError):

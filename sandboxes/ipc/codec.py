@@ -64,7 +64,6 @@ class _RecordType(msgspec.StructMeta):
         op: str | None = None,
         descriptors: tuple[int, int] = (0, 0),
     ) -> "_RecordType":
-        """Make a class; one with an op enters the table of messages."""
         tag_field = None if op is None else "op"
         made = super().__new__(
             cls, name, bases, space, frozen=True, array_like=True, forbid_unknown_fields=True, tag_field=tag_field,
@@ -84,15 +83,10 @@ class IpcRecord(msgspec.Struct, metaclass=_RecordType):
 
 
 class IpcMessage(IpcRecord):
-    """Base of all messages between our processes.
+    """Base of all messages between our processes."""
 
-    Attributes:
-        op: The name of the message on the wire.
-        descriptors: The smallest and the largest number of file descriptors that accompany it.
-    """
-
-    op: ClassVar[str]
-    descriptors: ClassVar[tuple[int, int]]
+    op: ClassVar[str]  # The name of the message on the wire.
+    descriptors: ClassVar[tuple[int, int]]  # The smallest and the largest number of file descriptors that accompany it.
 
 
 MessageT = TypeVar("MessageT", bound=IpcMessage)
@@ -105,16 +99,11 @@ class IpcRequest(IpcMessage, Generic[AnswerT]):
 
 
 class Envelope(NamedTuple, Generic[MessageT_co]):
-    """A decoded message with what came beside it.
-
-    Attributes:
-        body: Bytes that are no member, such as a command's output. Empty for most messages.
-        fds: Descriptors that came along; the receiver closes them.
-    """
+    """A decoded message with what came beside it."""
 
     message: MessageT_co
-    body: bytes
-    fds: list[int]
+    body: bytes  # Bytes that are no member, such as a command's output. Empty for most messages.
+    fds: list[int]  # Descriptors that came along; the receiver closes them.
 
 
 class _AsJson(msgspec.Struct, tag_field="op", tag="json", frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -139,10 +128,8 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 def plain_json(levels: int) -> Any:
-    """Return the type of JSON values from an untrusted process, with a number of levels of lists and objects at most.
-
-    `Any` would let in what JSON has not, and lists in lists a thousand times, each with room for all of the frame.
-    """
+    """Return the type of JSON values from an untrusted process, with a number of levels at most."""
+    # `Any` would let in what JSON has not, and lists in lists a thousand times, each with room for all of the frame.
     scalar = None | bool | int | Number | str
     kind: Any = scalar
     for _ in range(levels):
@@ -178,10 +165,7 @@ def decode_bytes(content: bytes, *expected: type[MessageT]) -> MessageT:
 
 
 def decode(frame: IpcFrame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]:
-    """Return the message in a frame, which must be one of the expected ones; without any, one of the table.
-
-    A frame with none of these messages is a `MalformedFrameError`; its descriptors are closed.
-    """
+    """Return the message in a frame, one of the expected ones or any of the table; else a MalformedFrameError."""
     content, body, fds = frame
     try:
         message = decode_bytes(content, *expected)

@@ -1,6 +1,6 @@
-"""The child's end of a fork server: its socket to the driver, its requests, and memory that its forks share.
+"""The child's end of a fork server (`ipc.fork_server`): its socket, its requests, and shared memory.
 
-`sandboxes.ipc.fork_server` starts the child. This module loads the standard library only.
+This module loads the standard library only.
 """
 
 import gc
@@ -14,10 +14,9 @@ from sandboxes.ipc.frames import Inbox, IpcFrame, receive
 
 
 def connect() -> socket.socket:
-    """Return the socket to the driver, whose descriptor is the first argument, and close every other descriptor.
+    """Return the socket to the driver, whose descriptor is the first argument, and close every other descriptor."""
+    # An event loop may pass on more descriptors than it should. None of the driver's own may reach a sandbox.
 
-    An event loop may pass on more descriptors than it should. None of the driver's own may reach a sandbox.
-    """
     # `fileno=` takes the descriptor over without a duplicate.
     driver = socket.socket(fileno=int(sys.argv[1]))
     # Forks that become other programs must not hold the driver's socket.
@@ -31,10 +30,7 @@ def connect() -> socket.socket:
 
 
 def freeze_heap() -> None:
-    """Keep the garbage collector away from all objects so far.
-
-    Forks share the pages of this process until they write to them, and a collection writes to every object's header.
-    """
+    """Keep the garbage collector away from all objects so far: it would write to pages that forks share."""
     # Once before the freeze, so that garbage is not kept for ever.
     gc.collect()
     gc.freeze()

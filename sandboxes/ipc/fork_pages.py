@@ -34,10 +34,7 @@ _POPULATE_WRITE = 23
 
 
 def own_pages() -> list[list[int]]:
-    """Return the runs of writable pages that this process shares with no other: of each the first and the number. 1 ms.
-
-    Without a right to see them there are none.
-    """
+    """Return the runs of writable pages that this process shares with no other: of each the first and the number."""
     runs: list[list[int]] = []
     with contextlib.suppress(OSError):
         # A file of /proc that lists needs several reads; pathlib is not loaded in pid 1.
@@ -79,10 +76,7 @@ def addresses(runs: Iterable[list[int]]) -> list[tuple[int, int]]:
 
 
 def write_pages(runs: Iterable[tuple[int, int]]) -> None:
-    """Make pages this process's own, given by address and bytes, as a write to each of them would. 1 ms.
-
-    What is not mapped here any more, or cannot be written to, is left out.
-    """
+    """Make pages this process's own, given by address and bytes; what cannot be written to is left out."""
     advise = _libc.madvise
     for address, size in runs:
         # An error changes nothing: these pages are made when they are written to.

@@ -1,7 +1,7 @@
 """Fork servers: child processes that have loaded everything once, and fork other processes on request.
 
-A fork takes a millisecond, a fresh interpreter some fifty. Two kinds exist: the launcher of `local` sandboxes and
-the zygote of query workers. Each has a module with a `main` that uses `ipc.fork_child`.
+A fork takes a millisecond, a fresh interpreter some fifty. Two kinds exist: the launcher of `local` sandboxes and the
+zygote of query workers. Each has a module with a `main` that uses `ipc.fork_child`.
 """
 
 import asyncio
@@ -52,8 +52,8 @@ def command_of(module: str, end: int, arguments: Sequence[str], *, site_packages
 class ForkServer:
     """A child process that forks on request, and the channel to it.
 
-    The child exits when this process closes its end of their socket, or dies: the kernel then closes it. What the
-    child has forked ends with it, by death signals or by its own code.
+    The child exits when this process closes its end of their socket, or dies. What the child has forked ends with it,
+    by death signals or by its own code.
     """
 
     def __init__(
@@ -106,7 +106,6 @@ class ForkServer:
         return self._channel is not None and (self._channel.lost is not None or self._has_exited())
 
     def _has_exited(self) -> bool:
-        """Return whether the child's process has ended, reaped or not. 1 us."""
         if self._process is None:
             return False
         if self._process.returncode is not None:
@@ -121,11 +120,7 @@ class ForkServer:
             return True
 
     async def start(self) -> ForkServerReady:
-        """Start the child, and return its first message.
-
-        Raises:
-            SandboxError: It does not start.
-        """
+        """Start the child, and return its first message."""
         # Closed by the kernel when either process dies, however it dies: no file, no name, nothing to clean up.
         ours, theirs = socket.socketpair()
         # Our copy of the child's end must go: as long as it is open, the death of the child is not seen.
@@ -164,11 +159,7 @@ class ForkServer:
         return f"{self._name} does not start: {reason}. {self._hint}".rstrip()
 
     async def ensure_running(self) -> None:
-        """Start another child if this one died: a sandbox that starts now need not suffer for those that it took along.
-
-        Raises:
-            SandboxError: The other child does not start.
-        """
+        """Start another child if this one died: a sandbox that starts now need not suffer for the earlier ones."""
         async with self._restarting:
             # Looked at behind the lock: another sandbox may have started the child meanwhile.
             if self.has_died:
@@ -181,16 +172,7 @@ class ForkServer:
                 await self.start()
 
     async def ask(self, request: IpcRequest[AnswerT], fds: Sequence[int] = ()) -> Envelope[AnswerT]:
-        """Send the child a request and return its answer, whose descriptors are the caller's to close.
-
-        Args:
-            request: The request.
-            fds: Descriptors that go with it; they stay open here.
-
-        Raises:
-            SandboxError: The fork server is not open, died, is silent, or reports an error of the kernel's, or this
-                process had no room for the answer's descriptors.
-        """
+        """Send the child a request and return its answer, whose descriptors are the caller's to close."""
         if self._channel is None:
             raise SandboxError(f"{self._name} is not running: the driver is not open")
         try:
@@ -213,11 +195,7 @@ class ForkServer:
         return cast("Envelope[AnswerT]", answer)
 
     async def post(self, message: IpcMessage, fds: Sequence[int] = ()) -> None:
-        """Send the child a message that it does not answer; the descriptors stay open here.
-
-        Raises:
-            SandboxError: The fork server is not open, or it died.
-        """
+        """Send the child a message that it does not answer; the descriptors stay open here."""
         if self._channel is not None:
             await self._channel.post(message, fds)
         # Looked at afterwards: the channel may have been lost by the send itself.

@@ -1,7 +1,4 @@
-"""Frames between our processes: a message as bytes, a body of bytes, and descriptors that accompany them.
-
-`codec` reads the message. Only `receive` does I/O.
-"""
+"""Frames between our processes: a message (see `codec`), a body, and descriptors. Only `receive` does I/O."""
 
 import array
 import os
@@ -42,10 +39,7 @@ def pack(content: bytes, body: bytes = b"", fds: int = 0) -> bytes:
 
 
 def receive(end: socket.socket, max_bytes: int = _PIECE) -> tuple[bytes, list[int]]:
-    """Return what a socket has received, and the descriptors that came along, close-on-exec.
-
-    `socket.recv_fds` ignores its flags, so its descriptors would leak into every command.
-    """
+    """Return what a socket received, and its descriptors, close-on-exec (`socket.recv_fds` ignores its flags)."""
     fds = array.array("i")
     # `CMSG_LEN` without padding: more descriptors than this do not fit, and the kernel closes them.
     room = socket.CMSG_LEN(_DESCRIPTORS_AT_ONCE * fds.itemsize)

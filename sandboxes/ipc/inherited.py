@@ -7,19 +7,13 @@ SOCKET_FD, IMAGES_FD, KERNEL_FD, INHERITED_FD = 3, 7, 9, 20
 """CRIU's own descriptors as `snapshots.criu` names them to CRIU; the inherited ones begin at INHERITED_FD."""
 
 PROGRAM, FEATURES, LIBRARIES = "criu", "kernel", "dev/lib"
-"""The program, its cache of kernel features and its libraries, in the directory that becomes CRIU's root at first.
-
-A sandbox's /dev is read-only and has no `lib`. So a library that CRIU would load after its root has changed is not
-found there, whatever the agent has made.
-"""
+"""The program, its cache of kernel features and its libraries, in the directory that becomes CRIU's root at first. A
+sandbox's /dev is read-only and has no `lib`. So a library that CRIU would load after its root has changed is not found
+there, whatever the agent has made."""
 
 
 def inherited(checkpoint: Mapping[str, Any]) -> list[str]:
-    """Return CRIU's names of what restored processes inherit, in the order of `INHERITED_FD` and following (pure).
-
-    They are the pipes that led to the processes when they were dumped, and mapped files that CRIU cannot open itself.
-    `guest.checkpoints.restore` makes the replacements in the same order.
-    """
+    """Return CRIU's names of the pipes and files that restored processes inherit, from `INHERITED_FD` on (pure)."""
     # The anchor's pipes come first on both sides; the order is all that connects a name with its descriptor.
     names = list(checkpoint["anchor"]["pipes"])
     for shell in checkpoint["shells"]:

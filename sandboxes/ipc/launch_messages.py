@@ -5,13 +5,9 @@ from sandboxes.ipc.messages import Done
 
 
 class ForkServerReady(IpcMessage, op="fork_server_ready"):
-    """A fork server has what it needs and waits for requests.
+    """A fork server has what it needs and waits for requests."""
 
-    Attributes:
-        confined: Whether files outside its directory are out of its reach; see `workers.zygote`.
-    """
-
-    confined: bool = False
+    confined: bool = False  # Whether files outside its directory are out of its reach; see `workers.zygote`.
 
 
 class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
@@ -20,16 +16,11 @@ class Forked(IpcMessage, op="forked", descriptors=(0, 1)):
 
 # The socket is made by the proxy, so the new pid 1 needs no name by which it could be reached.
 class ForkSandbox(IpcRequest[Forked], op="fork", descriptors=(2, 2)):
-    """Fork a pid 1, which serves on the first socket, and hears on the second one that its layers were switched.
-
-    Attributes:
-        cgroups: Files of control groups that it joins by writing 0 to them.
-        shell_files: The directory of `shell_files.copies`; empty for none.
-    """
+    """Fork a pid 1, which serves on the first socket, and hears on the second one that its layers were switched."""
 
     # A process that writes 0 there moves itself, before it starts anything else.
-    cgroups: list[str]
-    shell_files: str
+    cgroups: list[str]  # Files of control groups that it joins by writing 0 to them.
+    shell_files: str  # The directory of `shell_files.copies`; empty for none.
 
 
 # Once for each launcher: with each fork it would cost as much as a part of what it saves.
@@ -40,33 +31,21 @@ class WritePages(IpcRequest[Done], op="write_pages"):
 
 
 class LayerStack(IpcRecord):
-    """The layers of an overlay mount.
+    """The layers of an overlay mount."""
 
-    Attributes:
-        lowers: The directories below, the topmost first.
-        upper: The directory that takes what is written.
-        work: The work directory that overlayfs needs beside it.
-        root: The lower directories of the root state, to be shown as well; None if they are not needed.
-        links: Whether hard links of the directories below stay links when one of their names is written.
-    """
-
-    lowers: list[str]
-    upper: str
-    work: str
+    lowers: list[str]  # The directories below, the topmost first.
+    upper: str  # The directory that takes what is written.
+    work: str  # The work directory that overlayfs needs beside it.
+    # The lower directories of the root state, to be shown as well; None if they are not needed.
     root: list[str] | None = None
-    links: bool = False
+    links: bool = False  # Whether hard links of the directories below stay links when one of their names is written.
 
 
 class ServiceMounts(IpcRecord):
-    """The mounts of side services, which every change of layers makes anew.
+    """The mounts of side services, which every change of layers makes anew."""
 
-    Attributes:
-        roots: The directories that are roots of services, as absolute paths of the sandbox.
-        shared: Directories that a second path leads to: of each the directory and that path.
-    """
-
-    roots: list[str]
-    shared: list[list[str]]
+    roots: list[str]  # The directories that are roots of services, as absolute paths of the sandbox.
+    shared: list[list[str]]  # Directories that a second path leads to: of each the directory and that path.
 
 
 # Descriptors and not paths: a detached mount has no path.
@@ -76,10 +55,7 @@ class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
 
 # The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
 class MountLayers(IpcMessage, op="mount", descriptors=(1, 1)):
-    """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`.
-
-    The descriptor is the socket to that pid 1.
-    """
+    """Make a detached overlay mount for a spare sandbox, and give it to its pid 1: `Mounted`, or `Failed`."""
 
     stack: LayerStack
 
@@ -100,43 +76,29 @@ class TryLinks(IpcRequest[LinksTried], op="try_links"):
 
 # The namespace crosses as a descriptor, because a number could belong to another process by then.
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
-    """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`.
-
-    The descriptors are the sandbox's mount namespace, the socket to its pid 1, and the table that goes on to pid 1.
-
-    Attributes:
-        binds: Directories of the host that are visible in the sandbox, read-only.
-        added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
-        same_below: Whether the sandbox's present root shows exactly what the layers below the new upper hold. Then it
-            serves as the view of them, and no other overlay has to be mounted.
-    """
+    """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`."""
 
     stack: LayerStack
-    binds: list[str]
+    binds: list[str]  # Directories of the host that are visible in the sandbox, read-only.
     services: ServiceMounts
-    added_bytes: int
+    added_bytes: int  # The bytes of the layer that the old upper became; 0 if it was thrown away.
+    # The present root shows what the layers below the new upper hold, so it serves as the view of them.
     same_below: bool
 
 
 # Pid 1 has no right to that.
 class SetLastPid(IpcRequest[Forked], op="set_last_pid", descriptors=(1, 1)):
-    """Fork a process that has those of a sandbox get the pids after a number. It comes without descriptor if it ended.
-
-    The descriptor is the sandbox's process.
-    """
+    """Fork a process after which those of a sandbox get the pids after a number; no descriptor if it has ended."""
 
     number: int
 
 
 # All of CRIU's files are opened by the proxy; the launcher passes them on.
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
-    """Start CRIU, with these arguments, inside a sandbox to dump its processes.
-
-    Attributes:
-        dumps_segments: Whether System V shared memory is dumped. CRIU does that where its own IPC namespace is another.
-    """
+    """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 
     criu_arguments: list[str]
+    # Whether System V shared memory is dumped, for which CRIU must be in another IPC namespace.
     dumps_segments: bool = False
 
 
@@ -156,17 +118,12 @@ class FindWatched(IpcRequest[WatchedFound], op="find_watched"):
 
 
 class NamesInspected(IpcMessage, op="names_inspected"):
-    """No name that the processes hold can lead CRIU astray.
+    """No name that the processes hold can lead CRIU astray."""
 
-    Attributes:
-        mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
-        times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
-        noted: What a restore has to set again, by its name; see `guest.checkpoints.lost_settings`.
-    """
-
-    mapped: dict[str, str]
+    mapped: dict[str, str]  # CRIU's names of mapped files that it cannot open by itself, and their paths.
+    # Times of the last access and change, in ns since 1970, by path: of what a restore touches.
     times: dict[str, list[int]]
-    noted: dict[str, str]
+    noted: dict[str, str]  # What a restore has to set again, by its name; see `guest.checkpoints.lost_settings`.
 
 
 class NamesRefused(IpcMessage, op="names_refused"):
@@ -185,15 +142,9 @@ class FollowLinks(IpcRequest[Done], op="follow_links", descriptors=(0, 1)):
     """Put back what CRIU has touched or does not save, and let the sandbox follow symbolic links again.
 
     The descriptor is that of the frozen processes (`linux.cgroups.open_freezer`), if locks are to be set.
-
-    Attributes:
-        times: What `NamesInspected` had of them at the dump.
-        noted: The same of what is set again.
-        pids: The restored processes, all of which are frozen if there are locks.
-        locks: What `guest.checkpoints.mapped_locks.held` returned. They are set when CRIU has ended.
     """
 
-    times: dict[str, list[int]]
-    noted: dict[str, str]
-    pids: list[int]
-    locks: list[list[int]]
+    times: dict[str, list[int]]  # What `NamesInspected` had of them at the dump.
+    noted: dict[str, str]  # The same of what is set again.
+    pids: list[int]  # The restored processes, all of which are frozen if there are locks.
+    locks: list[list[int]]  # What `guest.checkpoints.mapped_locks.held` returned. They are set when CRIU has ended.

@@ -16,14 +16,9 @@ _PATIENCE_S = 30.0
 
 
 class LaunchedProcess:
-    """A process that is no child of this one; it has what `asyncio.subprocess.Process` has for those that wait for it.
-
-    Attributes:
-        pid: Its number, as the service sees it.
-    """
+    """A process that is no child of this one. Waiting for it is as for `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int, descriptor: int) -> None:
-        """Take over a process descriptor."""
         self.pid, self._descriptor = pid, descriptor
 
     @property
@@ -53,17 +48,11 @@ class LaunchedProcess:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def __del__(self) -> None:
-        """Close the descriptor."""
         os.close(self._descriptor)
 
 
 async def launch(service: str, end: socket.socket, arguments: Sequence[str]) -> LaunchedProcess:
-    """Have the service at a path start its program on one end of a socket.
-
-    Raises:
-        OSError: There is no service, or it does not start anything for this user.
-        ValueError: What is at the path is another service.
-    """
+    """Have the service at a path start its program on one end of a socket; ValueError if it is another service."""
     return await asyncio.to_thread(_launch, service, end, arguments)
 
 

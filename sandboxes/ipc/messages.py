@@ -94,74 +94,47 @@ class Done(IpcMessage, op="done"):
 
 # A record and no message: it has no op, because it only comes as a member of messages.
 class StateSummary(IpcRecord):
-    """What every answer reports of the sandbox's state.
-
-    Attributes:
-        digest: The state's names. None while something is running, or if directories are too deep.
-        witness: Beside running processes, a digest of what they do not write. None otherwise.
-        restless: Whether something that runs in the sandbox may be changing the state by itself.
-    """
+    """What every answer reports of the sandbox's state."""
 
     # Of a digest and a witness at most one is there: beside running processes no digest can be taken.
-    digest: StateDigest | None
-    witness: bytes | None
-    restless: bool
+    digest: StateDigest | None  # The state's names. None while something is running, or if directories are too deep.
+    witness: bytes | None  # Beside running processes, a digest of what they do not write. None otherwise.
+    restless: bool  # Whether something that runs in the sandbox may be changing the state by itself.
 
 
 # A message, although it comes only as a member: the op tells the outcomes of a union apart.
 class CommandOutcome(IpcMessage, op="command_outcome"):
-    """How a session's command ended; the body is its stdout, then its stderr.
+    """How a session's command ended; the body is its stdout, then its stderr."""
 
-    Attributes:
-        exit_code: The command's exit status; 124 after a timeout, 137 after too much disk use.
-        truncated: Whether it printed more than is recorded.
-        stdout_bytes: Where stderr begins in the body.
-    """
-
-    exit_code: int
+    exit_code: int  # The command's exit status; 124 after a timeout, 137 after too much disk use.
     timed_out: bool
-    truncated: bool
-    stdout_bytes: int
+    truncated: bool  # Whether it printed more than is recorded.
+    stdout_bytes: int  # Where stderr begins in the body.
 
 
 class SqlOutcome(IpcRecord):
-    """What is to be known of a statement on a database file besides its result.
+    """What is to be known of a statement on a database file besides its result."""
 
-    Attributes:
-        timed_out: Whether the statement's own time limit stopped it.
-        volatile: Whether its result depends on chance or on the time of day.
-    """
-
-    timed_out: bool
-    volatile: bool
+    timed_out: bool  # By the statement's own time limit.
+    volatile: bool  # Its result depends on chance or on the time of day.
 
 
 class FileOutcome(IpcMessage, op="file_outcome"):
-    """The HTTP-like answer of an operation on files, on a database or on a background process.
-
-    Attributes:
-        sql: Facts about a statement; None for other operations, and for a statement whose process was killed.
-    """
+    """The HTTP-like answer of an operation on files, on a database or on a background process."""
 
     status: int
     media_type: str
     # Optional, because only statements on databases have such facts.
-    sql: SqlOutcome | None = None
+    sql: SqlOutcome | None = None  # None also for a statement whose process was killed.
 
 
 class ProcessOutcome(IpcMessage, op="process_outcome"):
-    """How a process of its own ended, or that it goes on.
+    """How a process of its own ended, or that it goes on."""
 
-    Attributes:
-        exit_code: The exit status; None for a process that goes on in the background.
-        detached: Whether its client started it detached.
-        kept: Whether it may be polled later, by its number.
-    """
-
-    exit_code: int | None
+    exit_code: int | None  # None for a process that goes on in the background.
     timed_out: bool
-    detached: bool = False
-    kept: bool = False
+    detached: bool = False  # Whether its client started it detached.
+    kept: bool = False  # Whether it may be polled later, by its number.
 
 
 class ServerOutcome(IpcMessage, op="server_outcome"):
@@ -184,59 +157,37 @@ class ResourcesUsed(IpcRecord):
 
 
 class CallDone(IpcMessage, op="call_done"):
-    """A call has ended; the body is its output.
-
-    Attributes:
-        seconds: How long it ran.
-        changed_session: Whether the shell session differs from before.
-        changed_processes: Whether processes appeared, ended or worked.
-        changed_files: Whether files differ from before.
-        settling: Whether it left processes running that may still be starting.
-        host_full: Whether the machine's disk was nearly full, so that the result cannot be trusted.
-        short: Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
-        order: The order in which it wrote files (`guest.files.write_order`); None if there is none.
-        last_pid: The pid that was assigned last before it, and before the shell that it ran in was started.
-        resources: What it used of the machine; None if the sandbox cannot tell.
-        marks: Which limits it reached, and whether the sandbox is broken.
-        discard: The upper layer makes no difference; it is to be replaced by an empty one.
-        seal: The upper layer is to become a frozen layer.
-    """
+    """A call has ended; the body is its output."""
 
     outcome: Outcome
     # The supervisor measures, because the way to the proxy is not part of the call.
-    seconds: Number
-    changed_session: bool
-    changed_processes: bool
-    changed_files: bool
-    settling: bool
+    seconds: Number  # How long it ran.
+    changed_session: bool  # Whether the shell session differs from before.
+    changed_processes: bool  # Whether processes appeared, ended or worked.
+    changed_files: bool  # Whether files differ from before.
+    settling: bool  # Whether it left processes running that may still be starting.
     # Read by `host.guest.Guest.conclude`: the sandbox dies, so that the result is never recorded.
-    host_full: bool
-    short: bool
+    host_full: bool  # Whether the machine's disk was nearly full, so that the result cannot be trusted.
+    short: bool  # Whether the machine had none left of what all sandboxes share (`linux.user_counts`).
     state: StateSummary
-    order: bytes | None = None
-    last_pid: int = 0
-    resources: ResourcesUsed | None = None
-    marks: tuple[Mark, ...] = ()
+    order: bytes | None = None  # The order in which it wrote files (`guest.files.write_order`); None if there is none.
+    last_pid: int = 0  # The pid that was assigned last before it, and before the shell that it ran in was started.
+    resources: ResourcesUsed | None = None  # What it used of the machine; None if the sandbox cannot tell.
+    marks: tuple[Mark, ...] = ()  # Which limits it reached, and whether the sandbox is broken.
     # At most one of the two: an upper layer is thrown away or kept.
-    discard: bool = False
-    seal: bool = False
+    discard: bool = False  # The upper layer makes no difference; it is to be replaced by an empty one.
+    seal: bool = False  # The upper layer is to become a frozen layer.
 
 
 class CourseExpected(IpcMessage, op="course_expected"):
-    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that.
-
-    It is the wanted one also where the shell that was started last has the pid after it already.
-    """
+    """The next call is prepared. Its processes get the pids after this one, unless the launcher changes that."""
 
     last_pid: int
 
 
 # Sent before a call that a replay repeats. A message of its own, because every kind of call may follow.
 class ExpectCourse(IpcRequest[CourseExpected], op="expect_course"):
-    """Give what the next call writes a recorded order of times (`CallDone.order`), if it writes the same files.
-
-    Its processes are to get the pids after `last_pid`; 0 if any will do.
-    """
+    """Give the next call's files a recorded order (`CallDone.order`), and its processes the pids after `last_pid`."""
 
     order: bytes | None
     last_pid: int
@@ -251,10 +202,7 @@ class RunCommand(IpcRequest[CallDone], op="exec"):
 
 # The descriptor is the archive of `unpack`, which may be larger than any frame.
 class RunFileOperation(IpcRequest[CallDone], op="file", descriptors=(0, 1)):
-    """Run an operation on files, or a statement on a database file, in a child with the agent's rights.
-
-    The tools and their arguments are those of `guest.files.operations.perform`.
-    """
+    """Run an operation of `guest.files.operations.perform` in a child with the agent's rights."""
 
     tool: str
     arguments: dict[str, Any]
@@ -276,10 +224,7 @@ class ProcessStarted(IpcMessage, op="process_started", descriptors=(1, 1)):
 
 
 class RunProcess(IpcRequest[ProcessStarted], op="process"):
-    """Run a process of its own, outside any session; the body is its stdin.
-
-    The arguments are those of the call: argv, cwd, user, tty and the rest. The environment is complete.
-    """
+    """Run a process of its own, outside any session, with the call's arguments; the body is its stdin."""
 
     arguments: dict[str, Any]
     # Whole and not a difference: the process gets these variables and no others.
@@ -296,17 +241,11 @@ class Detach(IpcMessage, op="detach"):
 
 
 class Described(IpcMessage, op="described"):
-    """The state, for people who look at it.
+    """The state, for people who look at it."""
 
-    Attributes:
-        delta: The files that differ from the root state; None if they are too many to show.
-        sessions: The shell sessions that differ from a new one, by name.
-        pristine: A new shell's session; None if none was started yet.
-    """
-
-    delta: FileDelta | None
-    sessions: dict[str, ReportedSession]
-    pristine: ReportedSession | None
+    delta: FileDelta | None  # The files that differ from the root state; None if they are too many to show.
+    sessions: dict[str, ReportedSession]  # The shell sessions that differ from a new one, by name.
+    pristine: ReportedSession | None  # A new shell's session; None if none was started yet.
 
 
 class DescribeState(IpcRequest[Described], op="describe"):

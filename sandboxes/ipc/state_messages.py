@@ -1,7 +1,7 @@
 """Messages that start, freeze and restore a sandbox; `messages` has the table of all.
 
-A checkpoint is the record that `guest.checkpoints.restore` makes of running processes. It
-is part of a snapshot on disk, so its members are a disk format: they are carried here as plain JSON.
+A checkpoint is the record that `guest.checkpoints.restore` makes of running processes. It is part of a snapshot on
+disk, so its members are a disk format: they are carried here as plain JSON.
 """
 
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,14 +30,10 @@ class NotFreezable(IpcMessage, op="not_freezable"):
 
 # The answer to the first half of a freeze: the proxy runs CRIU on this tree before it asks for the files.
 class ProcessTree(IpcMessage, op="process_tree"):
-    """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox.
-
-    Attributes:
-        has_segments: Whether System V shared memory exists, which CRIU dumps with its namespace.
-    """
+    """Processes run, and CRIU can dump them: they are the tree below this process, by its number in the sandbox."""
 
     pid: int
-    has_segments: bool = False
+    has_segments: bool = False  # Whether System V shared memory exists, which CRIU dumps with its namespace.
 
 
 # -- pid 1 of a local sandbox ----------------------------------------------------------------------------------------
@@ -49,17 +45,11 @@ class Ready(IpcMessage, op="ready"):
 
 
 class SandboxStarted(IpcMessage, op="sandbox_started", descriptors=(1, 2)):
-    """The sandbox runs; its mount namespace accompanies this message, and with egress its listening socket.
+    """The sandbox runs; its mount namespace accompanies this message, and with egress its listening socket."""
 
-    Attributes:
-        shell_error: Why its main shell does not start; None if it does.
-        state: The digests of the state that it begins with.
-        pristine: A new shell's session; None if none was started.
-    """
-
-    shell_error: str | None
-    state: StateSummary
-    pristine: ReportedSession | None
+    shell_error: str | None  # Why its main shell does not start; None if it does.
+    state: StateSummary  # The digests of the state that it begins with.
+    pristine: ReportedSession | None  # A new shell's session; None if none was started.
 
 
 # Asked once for each launcher, because all its forks have the same things at the same addresses.
@@ -85,62 +75,36 @@ Links = Literal["", "regular", "other"]
 # One descriptor is the complete table of the state's rows; a restore from a checkpoint adds `ns_last_pid` and CRIU's
 # files. The body is the tables of the layers above that one. The mounts come from the launcher (`Mounted`).
 class StartSandbox(IpcRequest[SandboxStarted | RestoreStarted], op="start_sandbox", descriptors=(1, 6)):
-    """Become a sandbox.
+    """Become a sandbox."""
 
-    Attributes:
-        binds: Directories of the host that are visible in the sandbox, read-only.
-        hidden: Paths below them that are not.
-        disk_bytes: How much the sandbox may write.
-        memory_bytes: A limit of each process's address space; None where a control group limits memory.
-        pids: A limit of the number of processes; None where a control group limits them.
-        output_bytes: How much of each stream of a command is recorded.
-        tail_bytes: How much of that are the last bytes of a longer one.
-        below_bytes: What the sandbox has written into layers already.
-        born_ns: When the root state was made, on the clock of file times.
-        reserve_bytes: With less free disk than this, failures are the machine's.
-        seals: Whether what a call wrote becomes a layer after each call.
-        keeps_links: Whether hard links of regular files stay links over frozen layers.
-        regular_below: Whether only regular files have several names in the base, as far as is known.
-        linked_below: Whether the layers have hard links.
-        linked_root: Whether those of the root state have some.
-        sessions: The shell sessions of the state that it begins with, by name.
-        pristine: A new shell's session, if it is known.
-        checkpoint: The running processes to restore; None for none.
-        keeps_locks: Whether a restore sets record locks on mapped files again (`guest.checkpoints.mapped_locks`).
-        criu_arguments: CRIU's arguments; empty without a checkpoint.
-        egress: Whether to make the listening socket of its egress.
-        cpus: How many CPUs its processes may run on; None for all.
-        user: The user of its sessions, as an image names it; empty for root.
-    """
-
-    binds: list[str]
-    hidden: list[str]
-    disk_bytes: int
+    binds: list[str]  # Directories of the host that are visible in the sandbox, read-only.
+    hidden: list[str]  # Paths below them that are not.
+    disk_bytes: int  # How much the sandbox may write.
     # Limits of each process where no control group exists; otherwise None, and the group limits all of them.
-    memory_bytes: int | None
-    pids: int | None
+    memory_bytes: int | None  # A limit of each process's address space; None where a control group limits memory.
+    pids: int | None  # A limit of the number of processes; None where a control group limits them.
     environment: dict[str, str]
     workdir: str
-    output_bytes: int
-    tail_bytes: int
-    below_bytes: int
-    born_ns: int
-    reserve_bytes: int
-    seals: bool
-    keeps_links: bool
-    regular_below: bool
-    linked_below: bool
-    linked_root: bool
-    sessions: dict[str, ShellSession]
-    pristine: ShellSession | None
+    output_bytes: int  # How much of each stream of a command is recorded.
+    tail_bytes: int  # How much of that are the last bytes of a longer one.
+    below_bytes: int  # What the sandbox has written into layers already.
+    born_ns: int  # When the root state was made, on the clock of file times.
+    reserve_bytes: int  # With less free disk than this, failures are the machine's.
+    seals: bool  # Whether what a call wrote becomes a layer after each call.
+    keeps_links: bool  # Whether hard links of regular files stay links over frozen layers.
+    regular_below: bool  # Whether only regular files have several names in the base, as far as is known.
+    linked_below: bool  # Whether the layers have hard links.
+    linked_root: bool  # Whether those of the root state have some.
+    sessions: dict[str, ShellSession]  # The shell sessions of the state that it begins with, by name.
+    pristine: ShellSession | None  # A new shell's session, if it is known.
     # Plain JSON here: its members are a disk format and outlive this version of the vocabulary.
-    checkpoint: Checkpoint | None
-    keeps_locks: bool
-    criu_arguments: list[str]
-    egress: bool
-    cpus: int | None
+    checkpoint: Checkpoint | None  # The running processes to restore; None for none.
+    keeps_locks: bool  # Whether a restore sets record locks on mapped files again (`guest.checkpoints.mapped_locks`).
+    criu_arguments: list[str]  # CRIU's arguments; empty without a checkpoint.
+    egress: bool  # Whether to make the listening socket of its egress.
+    cpus: int | None  # How many CPUs its processes may run on; None for all.
     hostname: str
-    user: str
+    user: str  # The user of its sessions, as an image names it; empty for root.
     services: ServiceMounts
 
 
@@ -150,41 +114,26 @@ class FinishRestore(IpcRequest[SandboxStarted], op="restored"):
 
 # A record and no message. The two digests of `guest.files.manifest`.
 class LayerManifest(IpcRecord):
-    """The digests by which damage of a layer is noticed later.
+    """The digests by which damage of a layer is noticed later."""
 
-    Attributes:
-        stats: A digest of names, modes, sizes and times.
-        contents: A digest of contents.
-    """
-
-    stats: bytes
-    contents: bytes
+    stats: bytes  # A digest of names, modes, sizes and times.
+    contents: bytes  # A digest of contents.
 
 
 # The answer to `Pause` without processes, and to `InspectHeld` while CRIU holds them. The body is the table of the rows
 # that the upper layer changes.
 class LayerState(IpcMessage, op="layer_state"):
-    """The state of a sandbox whose upper layer can be frozen now.
+    """The state of a sandbox whose upper layer can be frozen now."""
 
-    Attributes:
-        sessions: The shell sessions that differ from a new one, by name.
-        pristine: A new shell's session; None if none was started yet.
-        differing: Which of the paths of `InspectHeld` differ from the root state.
-        size_bytes: The bytes on disk of the upper layer.
-        empty: Whether nothing was written into the upper layer.
-        links: Whether some of its paths are hard links to one file: `other` if these would break over it.
-        checkpoint: What must be known of the running processes; None if none run.
-    """
-
-    sessions: dict[str, ReportedSession]
-    pristine: ReportedSession | None
+    sessions: dict[str, ReportedSession]  # The shell sessions that differ from a new one, by name.
+    pristine: ReportedSession | None  # A new shell's session; None if none was started yet.
     manifest: LayerManifest
-    differing: list[str]
-    size_bytes: int
-    empty: bool
-    links: Links
+    differing: list[str]  # Which of the paths of `InspectHeld` differ from the root state.
+    size_bytes: int  # The bytes on disk of the upper layer.
+    empty: bool  # Whether nothing was written into the upper layer.
+    links: Links  # Whether some of its paths are hard links to one file: `other` if these would break over it.
     state: StateSummary
-    checkpoint: ReportedCheckpoint | None
+    checkpoint: ReportedCheckpoint | None  # What must be known of the running processes; None if none run.
 
 
 class Pause(IpcRequest[NotFreezable | ProcessTree | LayerState], op="pause"):
@@ -203,15 +152,7 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
 
 # The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
-    """The sandbox has a fresh upper layer.
+    """The sandbox has a fresh upper layer."""
 
-    The descriptors are mounts of the new upper directory and of what lies below it, and the state's complete table of
-    rows or an empty file.
-
-    Attributes:
-        added_bytes: The bytes of the layer that the old upper became; 0 if it was thrown away.
-        linked_below: Whether the layers below have hard links.
-    """
-
-    added_bytes: int
-    linked_below: bool
+    added_bytes: int  # The bytes of the layer that the old upper became; 0 if it was thrown away.
+    linked_below: bool  # Whether the layers below have hard links.

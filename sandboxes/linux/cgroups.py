@@ -1,21 +1,18 @@
 """Control groups: limits for the processes of a sandbox, and a small CPU weight for those of all sandboxes together.
 
-Theory of operation. Linux has two versions of cgroups, and both are common:
-
-- Version 1 has a hierarchy for each controller, so a sandbox has groups for memory, pids and CPU time.
-- Version 2 has one hierarchy. A controller is available in a group's children only if the group enables it, and a group
-  with processes of its own cannot enable it (Linux, Documentation/admin-guide/cgroup-v2.rst, "No Internal Process
-  Constraint"). The proxy's own group has at least the proxy in it. Where that group is ours, delegated by systemd or
-  the root of a container, all its processes move into a group below it, `PROXY_GROUP`, beside the sandboxes' groups.
-  Anywhere else the root of the hierarchy, which is exempt, is the choice.
+Theory of operation. Version 1 has a hierarchy for each controller, so a sandbox has groups for memory, pids and CPU
+time. Version 2 has one hierarchy, in which a group with processes of its own cannot enable a controller for its
+children (Linux, Documentation/admin-guide/cgroup-v2.rst, "No Internal Process Constraint"). The proxy's own group has
+at least the proxy in it. Where that group is ours, delegated by systemd or the root of a container, all its processes
+move into a group below it, `PROXY_GROUP`, beside the sandboxes' groups. Anywhere else the root of the hierarchy, which
+is exempt, is the choice.
 
 The proxy makes one group for itself, and in it one for each sandbox. Where no hierarchy is writable, every method does
 nothing and the driver falls back to resource limits of single processes.
 
-The CPU weight of all sandboxes together lets the proxy run first: without it, a hit waits for a CPU behind everything
-that misses run. Version 2 gives the weight to the proxy's group, which has all sandboxes in it. Version 1 has a
-hierarchy of its own for it, with a group that the launcher joins. Among themselves sandboxes have equal weights,
-however many processes each of them runs.
+The CPU weight of all sandboxes together lets the proxy run first: without it, a hit waits behind everything that misses
+run. Version 2 gives the weight to the proxy's group. Version 1 has a hierarchy of its own for it, with a group that the
+launcher joins. Among themselves sandboxes have equal weights, however many processes each of them runs.
 """
 
 import contextlib
@@ -42,11 +39,9 @@ _DELEGATED = ("trusted.delegate", "user.delegate")
 _MOVES = 100
 """How often a group is looked through for processes, which may fork while they are moved."""
 _SHARES_PER_CORE = 512
-"""CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core.
-
-Half: a busy process beside the sandboxes takes two thirds of its core. With half of it, agents' commands run into their
-timeouts where other programs keep all cores busy. With twice as much, hits wait behind misses as without a weight.
-"""
+"""CPU weight of all sandboxes together, for each core (version 1); an ordinary process has 1024 on its core. Half: a
+busy process beside the sandboxes takes two thirds of its core. With half of it, agents' commands run into their
+timeouts where other programs keep all cores busy. With twice as much, hits wait behind misses as without a weight."""
 _WEIGHT = 50
 """The same for version 2, where each group beside it, such as all services together, has 100."""
 _PERIOD_US, _LEAST_QUOTA_US = 100_000, 1_000
@@ -62,30 +57,22 @@ one waits for a dead disk."""
 
 
 class Cgroups:
-    """The groups of this instance.
-
-    Attributes:
-        name: The name of this instance's group.
-        version: 1 or 2; 0 before `open` found a hierarchy.
-        parents: This instance's group by controller; empty if no hierarchy is writable.
-        behind: The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
-        cpu: The group in which each sandbox has a CPU group of its own; None if it cannot be written.
-        accounts: The group in which the CPU time of each sandbox is counted (version 1); None where it is not.
-        freezer: The group of version 2 in which each sandbox has one for the processes that can be frozen; None where
-            none can.
-        problem: Why no hierarchy is writable; empty if one is.
-    """
+    """The groups of this instance."""
 
     def __init__(self, name: str) -> None:
-        """Name a group; `open` makes it."""
-        self.name = name
-        self.version = 0
-        self.parents: dict[str, Path] = {}
+        self.name = name  # The name of this instance's group.
+        self.version = 0  # 1 or 2; 0 before `open` found a hierarchy.
+        self.parents: dict[str, Path] = {}  # This instance's group by controller; empty if no hierarchy is writable.
+        # The group with the small CPU weight that `put_behind` fills; None with version 2, which needs none.
         self.behind: Path | None = None
+        # The group in which each sandbox has a CPU group of its own; None if it cannot be written.
         self.cpu: Path | None = None
+        # The group in which the CPU time of each sandbox is counted (version 1); None where it is not.
         self.accounts: Path | None = None
+        # The group of version 2 in which each sandbox has one for the processes that can be frozen; None where none
+        # can.
         self.freezer: Path | None = None
-        self.problem = ""
+        self.problem = ""  # Why no hierarchy is writable; empty if one is.
 
     def open(self) -> None:
         """Make this instance's group, or set `problem`."""
@@ -170,11 +157,9 @@ class Cgroups:
         self.accounts = group / self.name
 
     def _find_freezer(self) -> None:
-        """Find the place of the groups that are frozen: always of version 2, which ends frozen processes too.
-
-        Version 1 does not: pid 1 could not end before somebody thaws its children. Most machines with version 1 have a
-        hierarchy of version 2 beside it, whose groups can be frozen without any controller.
-        """
+        """Find the place of the groups that are frozen: always of version 2, which ends frozen processes too."""
+        # Version 1 does not: pid 1 could not end before somebody thaws its children. Most machines with version 1 have
+        # a hierarchy of version 2 beside it, whose groups can be frozen without any controller.
         if self.version == 2:
             self.freezer = self.parents[MEMORY]
             return
@@ -194,7 +179,7 @@ class Cgroups:
         return self.folders | ({self.freezer} if self.freezer is not None else set())
 
     def put_behind(self, pid: int) -> None:
-        """Give a process, and all that it forks from now on, the small CPU weight. Waits up to 15 ms for the kernel."""
+        """Give a process, and all that it forks from now on, the small CPU weight."""
         if self.behind is not None:
             # It may have died.
             with contextlib.suppress(OSError):
@@ -206,14 +191,14 @@ class Cgroups:
         return bool(self.parents)
 
     def create(self, sandbox: str) -> list[str]:
-        """Make the groups of a sandbox; return the files to which its pid 1 writes its own pid. 0.1 ms."""
+        """Make the groups of a sandbox; return the files to which its pid 1 writes its own pid."""
         groups = self._groups_of(sandbox)
         for group in groups:
             group.mkdir(exist_ok=True)
         return sorted(str(group / "cgroup.procs") for group in groups)
 
     def limit(self, sandbox: str, *, memory_bytes: int, pids: int, cpus: float | None) -> None:
-        """Set what the processes of a sandbox may use together: CPUs in seconds of a second, None for all. 0.1 ms."""
+        """Set what the processes of a sandbox may use together: CPUs in seconds of a second, None for all."""
         if cpus is not None and self.cpu is not None:
             quota_us = max(_LEAST_QUOTA_US, int(cpus * _PERIOD_US))
             name, text = (
@@ -237,11 +222,7 @@ class Cgroups:
         return {"memory.max": limit, "memory.swap.max": 0, "memory.oom.group": 0}
 
     def freeze(self, sandbox: str, pid_one: int, only: Collection[int] | None = None) -> None:
-        """Stop all processes of a sandbox but its pid 1, and return once they stand still. Blocking: some 2 ms.
-
-        Others than `only`, by their numbers in the sandbox, run on; None stands for all. Raises OSError if the kernel
-        does not do it, or not within `_STILL_S`.
-        """
+        """Stop all processes of a sandbox but its pid 1, or `only` some; return once they stand still. Blocking."""
         group = self._frozen_group(sandbox)
         group.mkdir(exist_ok=True)
         # Those that a restore has made are not in there yet. A process that forks meanwhile leaves its child outside.
@@ -263,7 +244,7 @@ class Cgroups:
             time.sleep(_STILL_POLL_S)
 
     def thaw(self, sandbox: str) -> None:
-        """Let the processes of a sandbox run again. 0.1 ms."""
+        """Let the processes of a sandbox run again."""
         with contextlib.suppress(FileNotFoundError):
             (self._frozen_group(sandbox) / "cgroup.freeze").write_text("0")
 
@@ -294,7 +275,6 @@ class Cgroups:
 
 
 def _number_in_sandbox(pid: int) -> int:
-    """Return the number of a process in the innermost of its pid namespaces; 0 if it has ended."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         text = Path(f"/proc/{pid}/status").read_text()
         return int(next(line for line in text.splitlines() if line.startswith("NSpid:")).split()[-1])
@@ -336,7 +316,6 @@ def _remove(group: Path) -> bool:
 
 
 def _is_ours(group: Path) -> bool:
-    """Return whether a group of version 2 is left to the processes in it."""
     if group == mount_points()[""]:
         # The root of a container. The root of the machine's hierarchy has no type, and needs no move.
         return (group / "cgroup.type").exists()
@@ -391,10 +370,8 @@ def make_writable() -> None:
 
 
 def _make_writable(groups: dict[str, Path]) -> None:
-    """Make the mounts of groups writable in this process's mount namespace, if they are read-only and it may.
-
-    A container runtime mounts its own groups read-only. CAP_SYS_ADMIN is needed for this, as for sandboxes.
-    """
+    """Make the mounts of groups writable in this process's mount namespace, if they are read-only and it may."""
+    # A container runtime mounts its own groups read-only. CAP_SYS_ADMIN is needed for this, as for sandboxes.
     for group in groups.values():
         if os.statvfs(group).f_flag & os.ST_RDONLY:
             mount = next(path for path in (group, *group.parents) if path.is_mount())
@@ -411,7 +388,7 @@ class Bounded(NamedTuple):
 
 
 def own_bounds(controller: str) -> list[Bounded]:
-    """Return the limits of memory in bytes, or of processes, of this process's group and of those above. 0.2 ms."""
+    """Return the limits of memory in bytes, or of processes, of this process's group and of those above."""
     bounds = []
     for group in _own_and_above(controller):
         # The root of a hierarchy has no such files, and a group with a limit has all of them.
@@ -467,10 +444,7 @@ def mount_points() -> dict[str, Path]:
 
 
 def hierarchies() -> list[tuple[list[str], Path]]:
-    """Return the mounts of all hierarchies: the controllers, or an empty name for version 2, and the mount point.
-
-    A hierarchy may be mounted several times, and in a container only in part.
-    """
+    """Return the mounts of all hierarchies: the controllers, or an empty name for version 2, and the mount point."""
     found = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")

@@ -1,12 +1,11 @@
 """Confinement of a sandbox's processes: capabilities, a seccomp filter and resource limits.
 
 The rules follow Docker's default profile, without CAP_NET_RAW, CAP_MKNOD and CAP_AUDIT_WRITE, and are stricter where
-agents need less.
-pid 1 confines itself before it starts any process, and a process inherits all of it.
+agents need less. pid 1 confines itself before it starts any process, and a process inherits all of it.
 
 Theory of operation of the filter. seccomp runs a BPF program on each system call. The program sees `struct
-seccomp_data`: the call's number at offset 0, the architecture at offset 4, the arguments from offset 16 on. It
-checks in this order:
+seccomp_data`: the call's number at offset 0, the architecture at offset 4, the arguments from offset 16 on. It checks
+in this order:
 
 1. The architecture, because the same number is another call in another instruction set.
 2. The x32 bit, which on x86_64 marks yet another table of numbers.
@@ -163,17 +162,12 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
-    """Return one instruction of BPF; the jumps say how many instructions to skip."""
     return struct.pack("=HBBI", code, if_true, if_false, value)
 
 
 @functools.cache
 def program(machine: str, *, sockets: bool = True) -> bytes:
-    """Return the filter for a machine, `x86_64` or `aarch64`, as a BPF program (pure). See the module for its order.
-
-    Without `sockets` none can be made, so the process has no network, whatever namespace it is in. Made once, 0.4 ms: a
-    launcher calls this before it forks.
-    """
+    """Return the filter for `x86_64` or `aarch64`, as a BPF program (pure); without `sockets`, none can be made."""
     column = list(_AUDIT).index(machine)
     numbers = sorted(pair[column] for pair in REFUSED.values() if pair[column] is not None)  # type: ignore[type-var]
     unknown, refused = _instruction(_RETURN, _ERRNO | ENOSYS), _instruction(_RETURN, _ERRNO | EPERM)
@@ -220,7 +214,6 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
 
 
 def _refuse_options(options: Sequence[int]) -> list[bytes]:
-    """Return the rule that refuses these values of the first argument, and lets others through."""
     refused = [_instruction(_RETURN, _ERRNO | EINVAL)]
     checks = [part for option in options for part in (_instruction(_EQUAL, option, 0, 1), *refused)]
     return [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), *checks, _instruction(_RETURN, _ALLOW)]
@@ -243,11 +236,7 @@ def _allow_sockets(families: Mapping[int, tuple[int, ...]]) -> list[bytes]:
 
 
 def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None) -> None:
-    """Set the resource limits of this process, which every process that it starts inherits.
-
-    `disk_bytes` is the largest file, `memory_bytes` the address space of one process, and `pids` the processes of one
-    user; None if a cgroup limits those of all together.
-    """
+    """Set this process's limits: largest file, address space, and processes of one user (None: a cgroup has it)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (disk_bytes, disk_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -264,12 +253,10 @@ def limit_resources(disk_bytes: int, memory_bytes: int | None, pids: int | None)
 
 
 def confine() -> None:
-    """Give up every capability but `CAPABILITIES` and `LOOKING`, and every call that `program` refuses, for good.
-
-    No program that this process executes has `LOOKING`, because it is not in the bounding set (capabilities(7)).
-        The order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
-    CAP_SETPCAP, so both come before their preconditions are given up.
-    """
+    """Give up every capability but `CAPABILITIES` and `LOOKING`, and every call that `program` refuses, for good."""
+    # No program that this process executes has `LOOKING`, because it is not in the bounding set (capabilities(7)). The
+    # order matters: seccomp without CAP_SYS_ADMIN needs no_new_privs, and dropping from the bounding set needs
+    # CAP_SETPCAP, so both come before their preconditions are given up.
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(LAST_CAPABILITY + 1):
         if capability not in CAPABILITIES:

@@ -18,14 +18,7 @@ class DirLock:
         self._lock: int | None = None
 
     def acquire(self, mode: int | None = 0o700) -> None:
-        """Own the directory until `release`. It is made if it is missing.
-
-        Args:
-            mode: The permissions that the directory gets once it is owned; None leaves them.
-
-        Raises:
-            SandboxError: Another process owns it.
-        """
+        """Own the directory until `release`; it is made if missing. SandboxError if another process owns it."""
         self._data_dir.mkdir(parents=True, exist_ok=True)
         lock = os.open(self._data_dir / _NAME, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         if not _locked(lock):

@@ -34,19 +34,12 @@ def is_opaque(folder: int | Path, marks: str) -> bool:
 
 
 def is_mark(attribute: str, marks: str) -> bool:
-    """Return whether an attribute is overlayfs' own, and not one that a program in the sandbox has set.
-
-    `marks` is the prefix of overlayfs' attributes, such as `user.overlay.`. Overlayfs stores a program's attribute of
-    that prefix as `user.overlay.overlay.…` (overlayfs.rst, "Nesting overlayfs mounts").
-    """
+    """Return whether an attribute is overlayfs' own (prefix `marks`); a program's is `user.overlay.overlay.…`."""
     return attribute.startswith(marks) and not attribute.startswith(marks + "overlay.")
 
 
 def copy_entry(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
-    """Copy an entry that is no directory to the same free name elsewhere; 50 us, and the time for its bytes.
-
-    Attributes that are overlayfs' own are not copied; see `is_mark`.
-    """
+    """Copy an entry that is no directory to the same free name elsewhere, without attributes of overlayfs' own."""
     if stat.S_ISREG(status.st_mode):
         _copy_file(name, status, source, target, marks)
         return

@@ -15,7 +15,7 @@ _TOP_OF_HIERARCHIES = 0x0002_0000
 
 
 def flags_of(fd: int) -> int:
-    """Return the flags that a program has set on a file or directory; 0 where the file system has none. 0.3 us."""
+    """Return the flags that a program has set on a file or directory; 0 where the file system has none."""
     value = array.array("L", [0])
     try:
         fcntl.ioctl(fd, _GET, value)
@@ -33,11 +33,9 @@ def copy_flags(source: int, target: int) -> None:
 
 
 def spread_below(folder: str) -> None:
-    """Have ext4 put each new directory in a directory into a block group of its own (chattr(1), `T`).
-
-    Without a journal, ext4 passes over each inode of a block group that was deleted in the last minute whenever it
-    makes a file there (`recently_deleted` in fs/ext4/ialloc.c). Other file systems ignore or refuse the flag.
-    """
+    """Have ext4 put each new directory in a directory into a block group of its own (chattr(1), `T`)."""
+    # Without a journal, ext4 passes over each inode of a block group that was deleted in the last minute whenever it
+    # makes a file there (`recently_deleted` in fs/ext4/ialloc.c). Other file systems ignore or refuse the flag.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):

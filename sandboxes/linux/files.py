@@ -31,10 +31,7 @@ class _Level(NamedTuple):
 
 
 def remove_tree(path: Path) -> bool:
-    """Delete a directory and everything in it, even if modes forbid it. A missing directory is no error.
-
-    It takes some 5 us an entry. Return whether nothing is left: a mount point or an immutable file stays.
-    """
+    """Delete a directory and everything in it, even if modes forbid it; return whether nothing is left."""
     try:
         parent = os.open(path.parent, _FOLDER & ~os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -52,7 +49,7 @@ def remove_tree(path: Path) -> bool:
 
 
 def file_digest(path: Path) -> str:
-    """Return a digest of the content of a file. 1 s for a gigabyte."""
+    """Return a digest of the content of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
 
@@ -60,13 +57,7 @@ def file_digest(path: Path) -> str:
 def sync_path(path: str | Path, *, within: int | None = None) -> None:
     """Wait until a file, or the names in a directory, are on the disk (fsync(2): a file's own name is not synced).
 
-    Args:
-        path: The file or directory.
-        within: Descriptor of a directory of the agent's making that the path starts from: a symbolic link at the path's
-            end is an error then. None: a path of the proxy's own, whose links are followed.
-
-    Raises:
-        OSError: There is no such file, or it cannot be written.
+    With `within`, a directory of the agent's making, a link at the path's end is an error; else it is followed.
     """
     links = 0 if within is None else os.O_NOFOLLOW
     with Opened(os.open(path, os.O_RDONLY | links | os.O_CLOEXEC, dir_fd=within)) as descriptor:
@@ -74,16 +65,7 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
 
 
 def write_file(path: str, content: bytes, *, new: bool = False) -> None:
-    """Write a file of the proxy's own. It takes a third of the time that a Python file object takes.
-
-    Args:
-        path: The file.
-        content: Its content.
-        new: Whether a file of this name is an error. If not, its content is replaced.
-
-    Raises:
-        OSError: It cannot be written, or exists and should be new.
-    """
+    """Write a file of the proxy's own, which must not exist if `new`; faster than a Python file object."""
     mode = os.O_EXCL if new else os.O_TRUNC
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, 0o666)
     try:
@@ -93,16 +75,7 @@ def write_file(path: str, content: bytes, *, new: bool = False) -> None:
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
-    """Replace a file of the proxy's own, for its owner only. A kill leaves the old content or the new.
-
-    Args:
-        path: The file.
-        content: Its new content.
-        sync: Whether the content is on the disk when this returns.
-
-    Raises:
-        OSError: It cannot be written.
-    """
+    """Replace a file of the proxy's own, for its owner only. A kill leaves the old content or the new."""
     # Overwrites what a kill may have left of an earlier draft.
     draft = path.with_name(f"{path.name}.part")
     # The mode first: the content may be a secret.
@@ -117,10 +90,7 @@ def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:
 
 
 def boot_id() -> str:
-    """Return the kernel's name of this start of the machine (random(4)); the same text each time where there is none.
-
-    Data that was written without waiting for the disk is lost if the machine, and not only a process, has stopped.
-    """
+    """Return the kernel's name of this start of the machine (random(4)); the same text where there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -137,11 +107,7 @@ def remove_path(path: str) -> None:
 
 
 def remove_entry(name: str, folder: int, *, force: bool = False) -> None:
-    """Delete a file, or a directory with everything in it. A missing one is no error.
-
-    With `force`, change the modes of directories that forbid it. `OSError` says that something cannot be removed;
-    everything else is.
-    """
+    """Delete a file, or a directory with everything in it; a missing one is no error. `force` changes modes."""
     try:
         if not stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             os.unlink(name, dir_fd=folder)
@@ -180,7 +146,6 @@ class _Removal:
                 return
 
     def _clear(self, stuck: set[str]) -> list[str]:
-        """Remove what is no directory from the open one; return the names of some directories."""
         # A dictionary keeps the order, so that a removal always takes the same way.
         below: dict[str, None] = {}
         while len(below) < _PIECE:
@@ -201,7 +166,6 @@ class _Removal:
         return list(below)
 
     def _enter(self, level: _Level, name: str) -> _Level | None:
-        """Remove an empty directory, or make it the open one."""
         try:
             os.rmdir(name, dir_fd=self.here)
         except FileNotFoundError:

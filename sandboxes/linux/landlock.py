@@ -1,8 +1,8 @@
 """Landlock: a process confines itself, and every process that it forks, to the files below one directory.
 
-Linux 5.13 and newer have it (Documentation/userspace-api/landlock.rst). A ruleset names the kinds of access that it
-handles, and handled access is denied unless a rule allows it. Newer versions of the interface know more kinds, and the
-kernel refuses rulesets with kinds that it does not know. So the version is queried first.
+A ruleset names the kinds of access that it handles; handled access is denied unless a rule allows it (Linux 5.13,
+Documentation/userspace-api/landlock.rst). The kernel refuses kinds that it does not know, so the version is queried
+first.
 """
 
 import ctypes
@@ -21,16 +21,7 @@ _FIRST_VERSION = (1 << 13) - 1
 
 
 def restrict_to(folder: Path) -> None:
-    """Deny this process every file except regular files below a directory, for good.
-
-    The process must have no_new_privs. Descriptors that are open already stay usable.
-
-    Args:
-        folder: Regular files below it can be read, written, made and removed, and directories listed.
-
-    Raises:
-        OSError: The kernel has no Landlock.
-    """
+    """Deny this process, with no_new_privs, every file except regular files below a directory, for good."""
     version = syscall("landlock_create_ruleset", None, ctypes.c_size_t(0), ctypes.c_uint(_ASK_VERSION))
     handled = _FIRST_VERSION
     for since, access in ((2, _REFER), (3, _TRUNCATE), (5, _IOCTL_DEV)):

@@ -73,12 +73,7 @@ class _OpaqueError(Exception):
 
 
 class LiveState:
-    """What calls can change of processes that sleep, from one look to the next.
-
-    Attributes:
-        subjects: Whose state it is: how often each process was given a CPU, and the idle shells. A look is of use
-            while these stay the same.
-    """
+    """What calls can change of processes that sleep, from one look to the next."""
 
     def __init__(
         self,
@@ -88,12 +83,10 @@ class LiveState:
         *,
         hidden: Collection[int] = (),
     ) -> None:
-        """Take the first look. 0.2 ms, and 0.07 ms for each process.
-
-        A call may change idle shells and what starts them too, but not by their descriptors. No process of the sandbox
-        can look at the descriptors of the hidden ones. `sockets` is None if this kernel cannot show them.
-        """
+        """Take the first look. Nothing in the sandbox sees descriptors of `hidden`; no `sockets` if unsupported."""
         self._hidden = frozenset(hidden)
+        # Whose state it is: how often each process was given a CPU, and the idle shells. A look is of use while these
+        # stay the same.
         self.subjects = (runs, frozenset(shells))
         self._pids, self._shells, self._sockets = [pid for pid, _ in runs], frozenset(shells), sockets
         forget_writes()
@@ -106,10 +99,7 @@ class LiveState:
             self._before = self._read()
 
     def changed(self) -> bool:
-        """Return whether a call has changed something since the last look; True if that cannot be shown.
-
-        Processes that have ended or started meanwhile are not compared: their coming and going is a change by itself.
-        """
+        """Return whether a call has changed something since the last look; True if that cannot be shown."""
         before, self._before = self._before, None
         try:
             after = self._read()
@@ -160,10 +150,8 @@ class LiveState:
 
 
 def report_writes(pid: int) -> list[int]:
-    """Have the kernel report the next write to a file of a process or its threads, to `was_written`.
-
-    Return descriptors, which end the watch when they are closed. `OSError` says that the process has ended.
-    """
+    """Have the kernel report the next write to a file of a process or its threads, to `was_written`."""
+    # Closing the descriptors ends the watch. `OSError` says that the process has ended.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGIO])
     paths = [f"/proc/{pid}"]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
@@ -196,8 +184,6 @@ def forget_writes() -> None:
 
 
 class _Objects:
-    """What the descriptors of processes lead to; `sockets` says whether there are sockets among it."""
-
     def __init__(self) -> None:
         self.sockets = False
         self._ours = _own_pipes()
@@ -205,7 +191,6 @@ class _Objects:
         self._pipes: dict[tuple[int, int], str] = {}
 
     def look(self, pid: int) -> None:
-        """Add what the descriptors of a process lead to."""
         for fd in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
             path = f"/proc/{pid}/fd/{fd}"
             target = os.readlink(path)  # noqa: PTH115
@@ -234,12 +219,10 @@ class _Objects:
             raise _OpaqueError("the master end of a terminal")
 
     def facts(self) -> dict[Any, Any]:
-        """Return what is in the objects, by device and inode."""
         return self._facts | {name: _unread(path) for name, path in self._pipes.items()}
 
 
 def _own_pipes() -> set[tuple[int, int]]:
-    """Return the pipes and FIFOs that this process has open itself."""
     own = set()
     for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         # The descriptor of the listing itself is closed by now.
@@ -251,7 +234,6 @@ def _own_pipes() -> set[tuple[int, int]]:
 
 
 def _thread(directory: str, thread: int) -> tuple[Any, ...]:
-    """Return what others can change of a thread: signals, CPUs, scheduling, tracing."""
     text = shown(f"{directory}/status")
     # The masks that follow belong to the thread itself: a shell changes its own whenever it starts something.
     signals = text[text.index(b"SigPnd:") : text.index(b"SigBlk:")]
@@ -268,7 +250,6 @@ _scheduled = ctypes.create_string_buffer(_SCHED_ATTRIBUTE_BYTES)
 
 
 def _scheduling(thread: int) -> tuple[bytes, int]:
-    """Return the policy, niceness, priority and times of a thread, and the priority of its I/O."""
     if kernel.MACHINE not in _NUMBERS:
         raise _OpaqueError("scheduling")
     attributes, io_priority, _ = _NUMBERS[kernel.MACHINE]
@@ -279,11 +260,7 @@ def _scheduling(thread: int) -> tuple[bytes, int]:
 
 
 def inherited(pid: int) -> list[str]:
-    """Return what a process passes on to its children and no file or session has: its scheduling and two settings.
-
-    The second and third item, the priority of I/O and the CPUs, are not in a checkpoint of CRIU either. Empty if the
-    process has ended or cannot be shown. 0.03 ms.
-    """
+    """Return what a process passes on and no file or session has: scheduling, I/O priority, CPUs; empty if ended."""
     try:
         attributes, io_priority = _scheduling(pid)
         # Which CPUs a sandbox has depends on chance (`limits.cpus`).
@@ -296,7 +273,7 @@ def inherited(pid: int) -> list[str]:
 
 
 def passed_on(pid: int) -> list[str]:
-    """Return what `inherited` returns, and the resource limits. Empty as for `inherited`. 0.04 ms."""
+    """Return what `inherited` returns, and the resource limits. Empty as for `inherited`."""
     try:
         limits = shown(f"/proc/{pid}/limits").decode()
     except OSError:
@@ -305,11 +282,9 @@ def passed_on(pid: int) -> list[str]:
 
 
 def settings(pid: int) -> list[str]:
-    """Return what a process of the sandbox's own passes on, or has others see, that a command may change.
-
-    These are what `passed_on` returns, and who may use the directories of terminals and processes, with their times.
-    Nothing of that is in a file or session. Empty as for `inherited`. 0.05 ms.
-    """
+    """Return what a process passes on, or has others see, that a command may change; empty as for `inherited`."""
+    # These are what `passed_on` returns, and who may use the directories of terminals and processes, with their times.
+    # Nothing of that is in a file or session.
     try:
         held = [os.stat(f"/proc/{pid}/root{name}") for name in _OPEN_TO_ALL]  # noqa: PTH116
     except OSError:
@@ -321,17 +296,14 @@ def settings(pid: int) -> list[str]:
 
 
 def _readable(path: str) -> bool:
-    """Return whether a descriptor can be read from."""
     text = shown(path.replace("/fd/", "/fdinfo/"))
     flags = next(int(line.split()[1], 8) for line in text.splitlines() if line.startswith(b"flags:"))
     return flags & os.O_ACCMODE != os.O_WRONLY
 
 
 def _unread(path: str) -> tuple[int, bytes]:
-    """Return the capacity of a pipe or FIFO and what is in it, by the path of a descriptor.
-
-    While a FIFO has a reader no open of another process waits for one, so opening it here wakes no process (fifo(7)).
-    """
+    """Return the capacity of a pipe or FIFO and what is in it, by the path of a descriptor."""
+    # While a FIFO has a reader no open of another process waits for one, so opening it here wakes no process (fifo(7)).
     if not path:
         raise _OpaqueError("a FIFO has no reader")
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -355,14 +327,12 @@ def _unread(path: str) -> tuple[int, bytes]:
 
 
 def _pieces(fd: int) -> Iterator[bytes]:
-    """Yield what is in a pipe of our own."""
     with contextlib.suppress(BlockingIOError):
         while data := os.read(fd, _PAGE):
             yield data
 
 
 def _terminal(path: str) -> tuple[Any, ...]:
-    """Return settings, size, unread input, line discipline and exclusive mode of a terminal that a process has open."""
     fd = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         numbers = [fcntl.ioctl(fd, request, bytes(4)) for request in (termios.FIONREAD, termios.TIOCGETD, _TIOCGEXCL)]
@@ -372,7 +342,6 @@ def _terminal(path: str) -> tuple[Any, ...]:
 
 
 def _memory(path: str, status: os.stat_result) -> tuple[Any, ...]:
-    """Return the size, time, seals and content of a memfd."""
     if max(status.st_blocks * 512, status.st_size) > _MAX_MEMORY_BYTES:
         raise _OpaqueError("a memfd is large")
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -384,10 +353,8 @@ def _memory(path: str, status: os.stat_result) -> tuple[Any, ...]:
 
 
 def _require_waiting(pid: int) -> None:
-    """Require that a thread of a process waits for descriptors, so that an event for one of them wakes it.
-
-    A stopped thread does not wait, though its system call is that of one that does.
-    """
+    """Require that a thread of a process waits for descriptors, so that an event for one of them wakes it."""
+    # A stopped thread does not wait, though its system call is that of one that does.
     waits = _NUMBERS.get(kernel.MACHINE, (0, 0, set[int]()))[2]
     for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         directory = f"/proc/{pid}/task/{thread}"

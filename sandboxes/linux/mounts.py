@@ -1,16 +1,10 @@
 """A sandbox's own view of the file system: its root, /proc and /dev, in its own mount namespace.
 
-Theory of operation. pid 1 starts in a copy of the host's mount namespace:
-
-1. `prepare` mounts a private /dev, /proc and /sys over the host's. Kernel files that tell about the host are masked, as
-   container runtimes do, and all others are read-only. /dev is read-only too, because whatever a call leaves must be
-   in the overlay.
-2. `switch` attaches an overlay, moves these and the other mounts into it, and makes it the root. The host's root
-   is detached, and nothing of it can be reached any more.
-3. Later calls of `switch` replace one stack of layers by the next one. This is how a sandbox moves to another state
-   without a new process tree.
-
-Paths are handled by `os` and not by pathlib, which pid 1 does not load.
+Theory of operation. pid 1 starts in a copy of the host's mount namespace. `prepare` mounts a private /dev, /proc and
+/sys over the host's, read-only and with what tells about the host masked, because whatever a call leaves must be in the
+overlay. `switch` attaches an overlay, moves these and the other mounts into it, makes it the root, and detaches the
+host's root. Later calls of `switch` replace one stack of layers by the next one: so a sandbox moves to another state
+without a new process tree. pid 1 does not load pathlib.
 """
 
 import os
@@ -46,11 +40,9 @@ _KERNEL_TYPES = {"proc", "sysfs", "devpts", "mqueue", "cgroup", "cgroup2"}
 
 
 def prepare(*, devices_from_host: bool, shell_files: str = "") -> None:
-    """Mount the sandbox's own /dev, /proc and /sys over the host's, in this mount namespace; `switch` moves them along.
+    """Mount the sandbox's own /dev, /proc and /sys over the host's, in this mount namespace; `switch` moves them."""
+    # Device nodes are bound from the host in a user namespace, where no process may make them.
 
-    Device nodes are bound from the host in a user namespace, where no process may make them. `shell_files` is the
-    directory of the shell files to show; empty for none.
-    """
     # Made before /dev is another one: the directory may be below it. It is an overlay of its own, so a lock or a watch
     # of these files concerns one sandbox alone. Without an upper it is read-only, and needs two lower layers
     # (overlayfs.rst).
@@ -82,11 +74,9 @@ def hide(path: str) -> None:
 
 
 def switch(root: int, kept: list[str]) -> None:
-    """Make a detached overlay (`syscalls.overlay`) the root of this mount namespace. 0.3 ms.
-
-    A process whose working directory is in the old root stays there, so a sandbox must not have shells when it
-    switches. The kept mounts move along, besides /proc, /dev and /sys.
-    """
+    """Make a detached overlay (`syscalls.overlay`) the root of this mount namespace; the kept mounts move along."""
+    # A process whose working directory is in the old root stays there, so a sandbox must not have shells when it
+    # switches.
     kernel.attach(root, "/")
     os.fchdir(root)
     for mount_point in ("/proc", "/dev", "/sys", *kept):
@@ -96,11 +86,8 @@ def switch(root: int, kept: list[str]) -> None:
 
 
 def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) -> None:
-    """Give each side service the sandbox's /proc, /dev and /sys, and mount the directories that services share.
-
-    All paths are looked up in the sandbox, and none may lead through a link, which is an `OSError`: an image may have
-    one there. Shared are pairs of a directory and of the path that leads to it too.
-    """
+    """Give each side service the sandbox's /proc, /dev and /sys, and mount the directories that services share."""
+    # No path may lead through a link, which is an `OSError`: an image may have one there.
     for root in roots:
         for mount_point in ("/proc", "/dev", "/sys"):
             kernel.bind_all(mount_point, f"{root}{mount_point}")
@@ -109,10 +96,7 @@ def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) ->
 
 
 def stop_following_links() -> list[str]:
-    """Make the kernel follow no symbolic link that an agent may have made, in this mount namespace (`nosymfollow`).
-
-    Return the mount points that were changed, for `follow_links`.
-    """
+    """Make the kernel follow no symbolic link in this mount namespace; return the changed mounts."""
     with open("/proc/1/mountinfo", "rb") as file:  # noqa: PTH123
         lines = [line.decode("latin-1").split(" - ") for line in file]
     changed = []
@@ -184,7 +168,6 @@ def _fill_dev(nodes: dict[str, int]) -> None:
 
 
 def _show_system() -> None:
-    """Mount /sys, read-only. The working directory is the root."""
     try:
         kernel.mount("sysfs", "/sys", "sysfs", _PROC_FLAGS | kernel.MS_RDONLY)
     except OSError:
@@ -197,10 +180,10 @@ def _show_system() -> None:
 
 
 def narrow_proc() -> None:
-    """Make the files of /proc read-only that belong to no process, and hide those that tell about the machine.
+    """Make the files of /proc that belong to no process read-only, and hide those that tell about the machine.
 
-    The kernel has one owner and one mode for such a file in all mounts of /proc: a chmod in a sandbox is a chmod on the
-    machine, and in each other sandbox. On a read-only mount it fails. The working directory is the root. 0.3 ms.
+    The kernel has one owner and mode for such a file in all mounts of /proc: a chmod in a sandbox is a chmod on the
+    machine, and in each other sandbox. On a read-only mount it fails. The working directory is the root.
     """
     masked = {*_MASKED_FILES, *_MASKED_DIRECTORIES}
     for name in os.listdir("proc"):  # noqa: PTH208

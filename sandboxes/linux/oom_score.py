@@ -41,10 +41,7 @@ def shelter() -> None:
 
 
 def let_lower(pids: Iterable[int]) -> None:
-    """Make `SANDBOX` the lowest score that restored processes can give themselves; they keep their scores.
-
-    Without CAP_SYS_RESOURCE nothing has set another lowest score.
-    """
+    """Make `SANDBOX` the lowest score that restored processes can give themselves (with CAP_SYS_RESOURCE)."""
     permitted = kernel.permitted()
     if not permitted >> kernel.CAP_SYS_RESOURCE & 1:
         return

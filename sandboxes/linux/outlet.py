@@ -1,7 +1,6 @@
 """The listening socket of a sandbox's egress, on the loopback of the network namespace that this process is in.
 
-No process of the sandbox holds it, so it is in no checkpoint: each sandbox gets one of its own before its processes are
-restored. A connection to it has its other end outside. CRIU would dump the end inside, and restore it without a peer.
+No process of the sandbox holds it, so it is in no checkpoint. CRIU would restore a connection to it without its peer.
 """
 
 import contextlib
@@ -25,11 +24,7 @@ CONNECTED = "a process has a connection to a host outside, which a restored proc
 
 
 def connected() -> bool:
-    """Return whether a process in this network namespace holds a connection to the listening socket.
-
-    A row of `/proc/net/tcp` (proc(5)) has the remote address and port in hexadecimal, and the inode of the socket. The
-    inode is 0 once no process holds it.
-    """
+    """Return whether a process in this network namespace is connected to the socket, by /proc/net/tcp (proc(5))."""
     for table in ("tcp", "tcp6"):
         # A kernel without IPv6 has no second table.
         with contextlib.suppress(FileNotFoundError):

@@ -1,7 +1,4 @@
-"""Paths without links, which stay the file or directory that they were when they were checked.
-
-The launcher of sandboxes loads this module, so it imports little.
-"""
+"""Paths without links, which stay the file or directory that they were when they were checked."""
 
 import contextlib
 import errno
@@ -20,17 +17,8 @@ _PLAIN = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def plain_descriptor(path: str) -> int:
-    """Return a descriptor (O_PATH) of a path whose every part is a directory or a file and no link.
-
-    A link that another process puts into the path later, or in between a check of the path and this call, is an error
-    here.
-
-    Args:
-        path: An absolute path, as `os.path.realpath` returns it.
-
-    Raises:
-        OSError: The path does not exist, has a link in it, or is neither a directory nor a regular file.
-    """
+    """Return a descriptor (O_PATH) of a real path whose every part is a directory or a file and no link."""
+    # A link that another process puts into the path later, even after a check of the path, is an `OSError` here.
     fd = os.open("/", _PLAIN)
     try:
         for part in filter(None, path.split("/")):
@@ -46,15 +34,7 @@ def plain_descriptor(path: str) -> int:
 
 @contextlib.contextmanager
 def open_plain(path: "str | Path") -> "Iterator[Path]":
-    """Open a path without links, see `plain_descriptor`, and yield another path that stays the opened file.
-
-    Yields:
-        A path below `/proc/self/fd`, valid in this process until the block ends. A child that inherits the descriptor
-        can use it too.
-
-    Raises:
-        OSError: The path does not exist, has a link in it, or is neither a directory nor a regular file.
-    """
+    """Open a path without links (`plain_descriptor`); yield a path below `/proc/self/fd` that stays the file."""
     from pathlib import Path  # noqa: PLC0415 - pathlib is not loaded in the launcher
 
     with Opened(plain_descriptor(str(path))) as fd:

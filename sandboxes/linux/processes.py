@@ -25,11 +25,9 @@ Process = tuple[int, int]
 LAST_PID = "kernel/ns_last_pid"
 """The setting of the kernel that says which pid was assigned last, in the pid namespace of who reads it."""
 GRACE_S = 0.03
-"""How long a process that outlives its command may take to end before it counts as a background process.
-
-The right side of `> >(tee log)` outlives its command by moments. Each command that does leave a background process
-waits this long. Halved, busy machines see background processes where there are none, and such states cannot be frozen.
-"""
+"""How long a process that outlives its command may take to end before it counts as a background process. The right side
+of `> >(tee log)` outlives its command by moments. Each command that does leave a background process waits this long.
+Halved, busy machines see background processes where there are none, and such states cannot be frozen."""
 PAUSES_S = (0.001, 0.002, 0.004, 0.008, 0.015)
 """The pauses between two looks at such a process. After the last one, it repeats."""
 _MAX_GRACE_S = 1.0
@@ -51,7 +49,7 @@ _EXITING = 0x4 | 0x400
 
 
 def list_processes(ours: Collection[int] = ()) -> set[Process]:
-    """Return all processes but pid 1 and some others; zombies do not count. 0.05 ms, and 0.02 ms a process."""
+    """Return all processes but pid 1 and some others; zombies do not count."""
     return set(fields_of_processes(ours))
 
 
@@ -67,10 +65,8 @@ def fields_of_processes(ours: Collection[int] = ()) -> dict[Process, list[bytes]
 
 
 def has_ended(fields: list[bytes]) -> bool:
-    """Return whether a process has ended, by its fields of /proc/PID/stat after the command name (pure).
-
-    A process whose first thread has ended looks like a zombie, but its other threads run on.
-    """
+    """Return whether a process has ended, by its fields of /proc/PID/stat after the command name (pure)."""
+    # A process whose first thread has ended looks like a zombie, but its other threads run on.
     return fields[_STATE] in {b"Z", b"X"} and int(fields[_THREADS]) <= 1
 
 
@@ -84,11 +80,7 @@ def shown(path: str) -> bytes:
 
 
 def stat_fields(process: int | str) -> list[bytes] | None:
-    """Return what the kernel shows of a process or thread in its `stat` file; None if it has ended (proc_pid_stat(5)).
-
-    These are the fields from the third on. The second, the name in parentheses, may contain anything. A thread is given
-    as `PID/task/TID`. `OSError` says that it cannot be read although it is there.
-    """
+    """Return the `stat` fields, from the third on, of PID or PID/task/TID; None if it has ended (proc_pid_stat(5))."""
     try:
         return shown(f"/proc/{process}/stat").rpartition(b")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -96,11 +88,10 @@ def stat_fields(process: int | str) -> list[bytes] | None:
 
 
 class Grace:
-    """The time that processes get to end after their command.
+    """The time that processes get to end after their command."""
 
-    A process that is about to end needs a CPU for that. While it wants one, only its own CPU time counts, because a
-    busy machine may not give it any. While it sleeps, all time counts.
-    """
+    # A process that is about to end needs a CPU for that. While it wants one, only its own CPU time counts, because a
+    # busy machine may not give it any. While it sleeps, all time counts.
 
     def __init__(self) -> None:
         self._began_at = time.monotonic()
@@ -125,7 +116,6 @@ class Grace:
 
 
 def _cpu_demand(pid: int) -> tuple[bool, float]:
-    """Return whether a process wants a CPU, and its CPU time so far. A process that has ended wants none."""
     fields = stat_fields(pid)
     if fields is None:
         return False, 0.0
@@ -139,10 +129,7 @@ def is_busy(fields: list[bytes]) -> bool:
 
 
 def is_ending(pid: int, fields: list[bytes]) -> bool:
-    """Return whether a process ends, or has yet to take a signal that ends or stops it; `fields` as in `is_busy`.
-
-    On a busy machine a process that was killed is there for a while: it needs a CPU to end.
-    """
+    """Return whether a process ends, or has yet to take a signal that ends or stops it: that needs a CPU."""
     # A signal that ends a process wakes all its threads, so most are known by their first one: it sleeps.
     if not _is_ending(str(pid), fields):
         return False
@@ -168,11 +155,8 @@ def _is_ending(thread: str, fields: list[bytes] | None) -> bool:
 
 
 def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
-    """Wait until a process sleeps, or until a condition holds; return whether the condition holds.
-
-    A sleeping process stays as it is, so its condition will not change either. A process that does not sleep waits for
-    a CPU, which takes its time on a busy machine.
-    """
+    """Wait until a process sleeps, or until a condition holds; return whether the condition holds."""
+    # A sleeping process stays as it is, so its condition will not change either.
     deadline, pause_s = time.monotonic() + _MAX_ASLEEP_WAIT_S, 0.0002
     while not as_new():
         # Before the condition: the process may change and then fall asleep between the two looks.
@@ -185,11 +169,8 @@ def wait_until_asleep(pid: int, as_new: Callable[[], bool]) -> bool:
 
 
 def run_counts(processes: Iterable[Process]) -> dict[Process, int]:
-    """Return how often the threads of each process were given a CPU so far. 0.03 ms a thread.
-
-    A process whose count did not change has not run, so its memory is unchanged. -1 stands for a process that is
-    running or about to run, and for kernels that do not count.
-    """
+    """Return how often the threads of each process were given a CPU; -1 for one that runs or is not counted."""
+    # A process whose count did not change has not run, so its memory is unchanged.
     counts = {}
     for process in processes:
         count = 0
@@ -240,10 +221,8 @@ def reap() -> dict[int, int]:
 
 
 def kill_except(spared: AbstractSet[Process], first: int | None = None) -> dict[int, int]:
-    """Kill all processes but pid 1 and the spared ones, however fast they fork; return exit codes of children, by pid.
-
-    The first one is killed before the others: a shell, which would report the death of its children.
-    """
+    """Kill all processes but pid 1 and the spared ones, however fast they fork; return children's exit codes."""
+    # The first one is killed before the others: a shell, which would report the death of its children.
     exit_codes: dict[int, int] = {}
     if first is not None:
         _kill(first)
@@ -271,10 +250,10 @@ def _kill(pid: int, number: int = signal.SIGKILL) -> None:
         return
 
 
-def written_paths(pids: Iterable[int] | None = None) -> set[str]:
-    """Return the paths, without their first /, of the files that processes (None: all but pid 1) may write to."""
+def written_paths() -> set[str]:
+    """Return the paths, without their first /, of the files that processes but pid 1 may write to."""
     paths = set()
-    for pid in (pid for pid, _ in list_processes()) if pids is None else pids:
+    for pid, _ in list_processes():
         try:
             for name in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
                 with open(f"/proc/{pid}/fdinfo/{name}") as file:  # noqa: PTH123
@@ -288,11 +267,9 @@ def written_paths(pids: Iterable[int] | None = None) -> set[str]:
 
 
 def all_descend(list_pids: Callable[[], Iterable[int]], root: int) -> bool:
-    """Return whether all processes of a list are the process `root` or descend from it.
-
-    A process whose parent ends between two reads seems to have no parent. So the list, which has every ancestor up to
-    `root`, is read again before a process counts as a stranger.
-    """
+    """Return whether all processes of a list are the process `root` or descend from it."""
+    # A process whose parent ends between two reads seems to have no parent. So the list, which has every ancestor up to
+    # `root`, is read again before a process counts as a stranger.
     for _ in range(_MAX_LOOKS):
         parents = {pid: parent(pid) for pid in list_pids()}
         if all(_descends(pid, root, parents) for pid in parents):
@@ -318,11 +295,9 @@ def last_pid() -> int:
 
 
 def set_last_pid(file: int, number: int) -> None:
-    """Make the next process of this process's pid namespace get the pid after a number.
-
-    A process outside the sandbox has opened the file, which is read-only in the sandbox. The kernel goes by the
-    namespace of the process that writes (pid_namespaces(7)).
-    """
+    """Make the next process of this process's pid namespace get the pid after a number."""
+    # A process outside the sandbox has opened the file. The kernel goes by the namespace of the writer
+    # (pid_namespaces(7)).
     os.pwrite(file, str(number).encode(), 0)
 
 
@@ -335,10 +310,7 @@ def death_of(pid: int) -> int:
 
 
 def ipc_objects(*kinds: str) -> int:
-    """Return the number of System V objects of some kinds (`shm`, `sem`, `msg`), or of the first 20 of each kind.
-
-    They are state that no file holds.
-    """
+    """Return how many System V objects of some kinds (`shm`, `sem`, `msg`) exist: state that no file holds."""
     count = 0
     for kind in kinds:
         try:
@@ -350,10 +322,7 @@ def ipc_objects(*kinds: str) -> int:
 
 
 def has_descriptors(pid: int, expected: Mapping[int, str]) -> bool:
-    """Return whether a process has these descriptors open and no others, by the kernel's names of what they lead to.
-
-    False if it has ended or may not be read.
-    """
+    """Return whether exactly these descriptors of a process are open, by the kernel's names of what they lead to."""
     try:
         folder = f"/proc/{pid}/fd"
         # The size of the directory is the number of descriptors since Linux 6.2 (proc_pid_fd(5)); before, it is 0.

@@ -49,7 +49,7 @@ class GroupFiles:
                     self._fds[name] = fd
 
     def read(self, name: str) -> bytes | None:
-        """Return what a file holds now; None without the file. 2 us."""
+        """Return what a file holds now; None without the file."""
         fd = self._fds.get(name)
         return None if fd is None else os.pread(fd, _MOST_BYTES, 0)
 
@@ -68,15 +68,12 @@ class GroupFiles:
 
 
 class PidsLimit:
-    """The limit of processes and threads of one sandbox, by its control group. Without one nothing is noticed.
+    """The limit of processes and threads of one sandbox, by its control group. Without one nothing is noticed."""
 
-    The kernel counts in `pids.events` how often fork(2) has failed because a limit was reached (cgroup-v2.rst). What a
-    program makes of such a failure depends on moments: it waits, repeats, gives up, or has half of its output. So a
-    call during which it happened has one answer, and its processes end.
-
-    The count also rises when a group above has reached its limit, such as that of a container. The sandbox's own number
-    of processes has not come to its limit then (`pids.peak`, Linux 6.1), and the failure is the machine's.
-    """
+    # `pids.events` counts how often fork(2) failed because a limit was reached (cgroup-v2.rst). What a program makes of
+    # that depends on moments, so such a call has one answer, and its processes end. The count also rises when a group
+    # above, such as a container's, reached its limit: then the sandbox's own number (`pids.peak`, Linux 6.1) has not,
+    # and it is the machine's failure.
 
     def __init__(self, files: GroupFiles) -> None:
         self._files, self._noted = files, 0
@@ -86,7 +83,7 @@ class PidsLimit:
         self._noted = self._failures()
 
     def reached(self) -> str | None:
-        """Return "pids" if the call's sandbox came to its limit, "host" if the machine came to one; or None. 2 us."""
+        """Return "pids" if the call's sandbox came to its limit, "host" if the machine came to one; or None."""
         if self._failures() == self._noted:
             return None
         limit, peak = self._number("max"), self._number("peak")
@@ -117,7 +114,7 @@ class MemoryLimit:
 
     @property
     def was_reached(self) -> bool:
-        """Whether the kernel has killed a process of the sandbox for memory since `begin`. 2 us."""
+        """Whether the kernel has killed a process of the sandbox for memory since `begin`."""
         return self._kills() != self._noted
 
     def _kills(self) -> int:
@@ -134,12 +131,12 @@ class ResourceMeter:
         self._is_reset = False
 
     def begin(self) -> None:
-        """Begin a call. 10 us with version 1."""
+        """Begin a call."""
         self._is_reset = any(map(self._files.reset, PEAKS))
         self._before = self._read()
 
     def end(self) -> ResourceUse | None:
-        """Return what the sandbox has used since `begin`; None if nothing is known. 5 us with version 1."""
+        """Return what the sandbox has used since `begin`; None if nothing is known."""
         before, now = self._before, self._read()
         is_own = self._is_reset or (now.peak_bytes or 0) > (before.peak_bytes or 0)
         use = ResourceUse(

@@ -13,10 +13,8 @@ from collections.abc import Iterator
 
 _TABLES = ("udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6")
 """The tables with one layout: slot, addresses, state, queues, timers, retransmissions, user, timeout, inode, more.
-
 TCP's table is not read: the kernel walks the connections of the whole machine for it, 5 ms with 260,000 buckets. Only
-listening sockets can be filled by strangers, and a diagnosis lists these alone.
-"""
+listening sockets can be filled by strangers, and a diagnosis lists these alone."""
 _DROPS = 12
 """The column that counts datagrams that found no room."""
 _NETLINK_QUEUES = (4, 5, 9)
@@ -59,7 +57,7 @@ class SocketQueues:
             return None
 
     def read(self) -> Queues:
-        """Return what is queued in each socket. 0.6 ms, whatever the number of connections."""
+        """Return what is queued in each socket."""
         queues = dict(self._unix_sockets())
         for table in _TABLES:
             for fields in _rows(table):
@@ -82,7 +80,6 @@ class SocketQueues:
         return any(int(f.split(b":")[1], 16) for table in _TABLES for f in (row[4] for row in _rows(table)))
 
     def _unix_sockets(self) -> Iterator[tuple[tuple[str, ...], tuple[bytes, ...]]]:
-        """Yield each Unix socket, with its kind, its state and its queues."""
         request = _UNIX_REQUEST.pack(socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _UDIAG_SHOW_RQLEN, 0, 0)
         for entry in self._dump(request):
             _, kind, state, inode, _, _ = _UNIX_ENTRY.unpack_from(entry)
@@ -96,7 +93,6 @@ class SocketQueues:
             yield ("unix", str(inode)), (b"%d" % kind, b"%d" % state, queues)
 
     def _dump(self, request: bytes) -> Iterator[bytes]:
-        """Yield the entries of a dump, each without its header."""
         self._sequence += 1
         length = _HEADER.size + len(request)
         self._link.send(_HEADER.pack(length, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST_DUMP, self._sequence, 0) + request)

@@ -1,9 +1,7 @@
 """Starts a program as the leader of a session, without copying this process where the native helper is there.
 
-A fork of a Python process copies its page tables, and then each page that either process writes to: some 2 ms for a
-program that is executed at once. vfork copies nothing, but Python cannot call it: between vfork and exec the child may
-not run any Python. So `vfork.c` does it. It is compiled when the package is built, and where its library is missing
-this module forks.
+vfork copies no page tables, but Python cannot call it: the child may not run any Python before exec. `vfork.c` does it;
+this module forks where its library is missing.
 """
 
 import ctypes
@@ -26,39 +24,23 @@ _FAILED = 127
 
 
 class Spawn(Protocol):
-    """A function like `spawn_leader`."""
+    """Starts a program as the leader of a new session, and returns its pid."""
 
     def __call__(
         self, path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
     ) -> int:
-        """Start a program; see `spawn_leader`."""
+        """Start a program, with `descriptors` by its numbers for them, and no others.
+
+        It inherits the orphans below it (PR_SET_CHILD_SUBREAPER), and handles every signal as a new process does. If
+        it cannot be executed, the process ends with exit code 127.
+        """
         ...
-
-
-def spawn_leader(
-    path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
-) -> int:
-    """Start a program, and return its pid. 0.1 ms, and 2 ms without the native helper.
-
-    The program is the leader of a new session, inherits the orphans below it (PR_SET_CHILD_SUBREAPER), and handles
-    every signal as a new process does. If it cannot be executed, the process ends with exit code 127.
-
-    Args:
-        path: The program.
-        arguments: Its arguments, its name first.
-        descriptors: This process's descriptors by the numbers that the program gets them under; it gets no others.
-        variables: Its environment variables, as `NAME=value`; it gets no others.
-
-    Raises:
-        OSError: No process can be started.
-    """
-    return _spawn(path, arguments, descriptors, variables)
 
 
 def fork_leader(
     path: str, arguments: Sequence[str], descriptors: Mapping[int, int], variables: Sequence[str] = ()
 ) -> int:
-    """Do what `spawn_leader` does, without the native helper."""
+    """Start a program as `spawn_leader` does, without the native helper."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -99,4 +81,4 @@ def native_leader(library: str) -> Spawn | None:
     return spawn
 
 
-_spawn = native_leader(LIBRARY) or fork_leader
+spawn_leader: Spawn = native_leader(LIBRARY) or fork_leader

@@ -1,7 +1,4 @@
-"""System calls that Python has no name for. The one door to the kernel.
-
-Each function raises OSError, with the name of the call in its text, if the kernel refuses.
-"""
+"""System calls that Python has no name for. The one door to the kernel. Refusals are OSErrors that name the call."""
 
 import contextlib
 import ctypes
@@ -183,10 +180,7 @@ def holds(capability: int) -> bool:
 
 
 def capset(effective: int, permitted: int | None = None, inheritable: int = 0) -> None:
-    """Set the effective and permitted capabilities of this thread to masks of bits, equal ones if only one is given.
-
-    Programs that it executes get those that are inheritable only if they are ambient too (capabilities(7)).
-    """
+    """Set this thread's capabilities; programs that it executes get inheritable ones only if they are ambient too."""
     header, permitted = struct.pack("=Ii", 0x20080522, 0), effective if permitted is None else permitted
     sets = [mask >> shift & 0xFFFFFFFF for shift in (0, 32) for mask in (effective, permitted, inheritable)]
     syscall("capset", ctypes.c_char_p(header), ctypes.c_char_p(struct.pack("=6I", *sets)))
@@ -230,12 +224,11 @@ def inotify_add(fd: int, path: str, mask: int) -> int:
 def overlay(
     lowers: list[str], upper: str | None, work: str | None, *, index: bool = False, handles: bool = False
 ) -> int:
-    """Return a descriptor of a detached overlay mount of layers, the topmost first. 0.3 ms, and 15 us a layer.
+    """Return a descriptor of a detached overlay mount of layers, the topmost first; read-only without `upper`.
 
-    The work directory is empty, on the file system of the upper one. Without both, the overlay is read-only. With an
-    `index`, hard links of the layers stay links when one of their names is written (overlayfs.rst, "Index"). The kernel
-    refuses it (EBUSY) while a layer is the upper directory of another mount. With `handles`, such an overlay may lie
-    over this one in turn (overlayfs.rst, "NFS export").
+    `work` is empty, on the upper's file system. With an `index`, hard links of the layers stay links when one of their
+    names is written (overlayfs.rst, "Index"); the kernel refuses it (EBUSY) while a layer is the upper of another
+    mount. With `handles`, such an overlay may lie over this one in turn (overlayfs.rst, "NFS export").
     """
     options = {"index": "on"} if index or handles else {}
     if handles:
@@ -253,16 +246,11 @@ def overlay(
 
 
 class _Layering:
-    """How this kernel's overlayfs takes its layers.
+    """How this kernel's overlayfs takes its layers."""
 
-    Attributes:
-        together: Whether all by one option, as before Linux 6.5. `uuid=null` came with Linux 6.6. The first overlay
-            finds out.
-        attributes: `MOUNT_ATTR_…` of every overlay.
-    """
-
+    # Whether all by one option, as before Linux 6.5. `uuid=null` came with Linux 6.6. The first overlay finds out.
     together = False
-    attributes = 0
+    attributes = 0  # `MOUNT_ATTR_…` of every overlay.
 
 
 def mount_as_older_kernels() -> None:
@@ -313,10 +301,7 @@ def _name_each(context: int, lowers: list[str], above: dict[str, str], _opened: 
 
 
 def _name_together(context: int, lowers: list[str], above: dict[str, str], opened: list[int]) -> None:
-    """Name the directories by descriptors, which are added to `opened`: they have to be open for the overlay's making.
-
-    The kernel looks the names up when it makes the overlay.
-    """
+    """Name the directories by descriptors, added to `opened`: they have to be open when the overlay is made."""
     for folder in (*lowers, *above.values()):
         opened.append(os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))  # noqa: PERF401 - each is closed
     numbers = list(map(str, opened))
@@ -342,10 +327,8 @@ def _fsconfig(context: int, command: int, key: str | None, value: str | None) ->
 
 
 def open_sysctl(name: str) -> int:
-    """Return a descriptor of a setting of the kernel for writing, such as `kernel/ns_last_pid`.
-
-    Containers have /proc/sys read-only. A new mount of /proc, which takes CAP_SYS_ADMIN, is not.
-    """
+    """Return a descriptor of a setting of the kernel for writing, such as `kernel/ns_last_pid`."""
+    # Containers have /proc/sys read-only. A new mount of /proc, which takes CAP_SYS_ADMIN, is not.
     try:
         return os.open(f"/proc/sys/{name}", os.O_WRONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -362,10 +345,9 @@ def open_sysctl(name: str) -> int:
 def clone_mount(path: str, attributes: int = 0) -> int:
     """Return a descriptor (O_PATH) of a detached, private mount that shows one directory and nothing above it.
 
-    Mounts below it are not shown. `..` of its root is its root, so a process that gets at the descriptor reaches this
-    directory and no other one. It takes 0.01 ms. Closing the last copy of the descriptor unmounts it, for which the
-    kernel waits until no CPU looks at the mount any more: 0.03 ms on an idle machine, and some milliseconds on a busy
-    one.
+    `..` of its root is its root, so a process that gets at the descriptor reaches this directory and no other one.
+    Closing the last copy unmounts it, for which the kernel waits until no CPU looks at the mount: milliseconds on a
+    busy machine.
     """
     flags = ctypes.c_uint(OPEN_TREE_CLONE | OPEN_TREE_CLOEXEC)
     mounted = syscall("open_tree", ctypes.c_int(AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags, about=path)
@@ -398,18 +380,13 @@ def open_without_links(path: bytes, flags: int) -> int:
 
 
 def bind_within_root(source: str, target: str) -> None:
-    """Bind a directory of the root's own file system to another one. Mounts below it are not shown.
-
-    Neither absolute path may lead through a link (ELOOP) or into another mount (EXDEV).
-    """
+    """Bind a directory of the root's own file system to another one. Mounts below it are not shown."""
+    # Neither absolute path may lead through a link (ELOOP) or into another mount (EXDEV).
     _bind(source, target, resolve=RESOLVE_NO_XDEV)
 
 
 def bind_all(source: str, target: str) -> None:
-    """Bind a directory, with all mounts below it, to a directory of the root's own file system.
-
-    Neither absolute path may lead through a link (ELOOP).
-    """
+    """Bind a directory, with all mounts below it, to one of the root's file system; a link in a path is ELOOP."""
     _bind(source, target, flags=AT_RECURSIVE)
 
 
@@ -478,10 +455,7 @@ def kind_of_file_system(file: int) -> int:
 
 
 def set_process_name(name: str) -> None:
-    """Replace the command line of this process, as `ps` shows it, by a name.
-
-    The agent can read the command line of pid 1. The name takes the place of the arguments in this process's memory.
-    """
+    """Replace the command line of this process, as `ps` shows it, by a name: the agent can read that of pid 1."""
     with open("/proc/self/stat", "rb") as file:  # noqa: PTH123 - pathlib is not loaded here
         fields = file.read().rpartition(b")")[2].split()
     # arg_start and arg_end (proc_pid_stat(5), fields 48 and 49).
@@ -492,16 +466,13 @@ def set_process_name(name: str) -> None:
 
 
 def keep_no_ended_connections() -> None:
-    """Let TCP connections of this network namespace end without TIME_WAIT (RFC 9293), where the kernel allows it.
-
-    A port in TIME_WAIT is taken for a minute, and would be state of a sandbox that nothing shows.
-    """
+    """Let TCP connections here end without TIME_WAIT (RFC 9293), which would be state that nothing shows."""
     with contextlib.suppress(OSError), Opened(open_sysctl("net/ipv4/tcp_max_tw_buckets")) as file:
         os.write(file, b"0")
 
 
 def bring_up_loopback() -> None:
-    """Bring up the loopback interface of this network namespace. 0.05 ms."""
+    """Bring up the loopback interface of this network namespace."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         # SIOCSIFFLAGS with IFF_UP and IFF_RUNNING (netdevice(7)).
         request = struct.pack("16sH14x", b"lo", 0x1 | 0x40)
@@ -509,33 +480,25 @@ def bring_up_loopback() -> None:
 
 
 def schedule(niceness: int, slice_ns: int) -> None:
-    """Give this thread a niceness and a time slice (sched_setattr(2)). What it forks or starts is ordinary again.
+    """Give this thread a niceness and a time slice (sched_setattr(2)). What it forks or starts is ordinary again."""
+    # The slice is from 100,000 to 100,000,000 ns; Linux before 6.12 ignores it.
 
-    Args:
-        niceness: A lower one than now needs CAP_SYS_NICE.
-        slice_ns: How long the thread runs at a time before another one of its niceness, from 100,000 to 100,000,000.
-            Linux before 6.12 ignores it.
-    """
     # SCHED_OTHER, with SCHED_FLAG_RESET_ON_FORK; deadline, period and the limits of utilization do not apply.
     attributes = struct.pack("=IIQiIQQQII", 56, 0, 1, niceness, 0, slice_ns, 0, 0, 0, 0)
     syscall("sched_setattr", ctypes.c_int(0), ctypes.c_char_p(attributes), ctypes.c_uint(0))
 
 
 def share_heap() -> None:
-    """Let all threads of this process allocate from one heap (mallopt(3)). Call it before threads start.
+    """Let all threads of this process allocate from one heap (mallopt(3)). Call it before threads start."""
+    # glibc gives threads heaps of their own, in which freed memory stays: 3 to 6 MB for each thread of the proxy.
 
-    glibc gives threads heaps of their own, in which freed memory stays: 3 to 6 MB for each thread of the proxy.
-    """
     # M_ARENA_MAX; a libc without it has one heap.
     if hasattr(_libc, "mallopt"):
         _libc.mallopt(-8, 1)
 
 
 def reset_signals() -> None:
-    """Handle every signal as a new process does. Ignored and blocked signals stay so across an exec.
-
-    The shell that started the proxy (nohup, a script's `&`) and the processes in between may ignore some.
-    """
+    """Handle every signal as a new process does: ignored and blocked signals would stay so across an exec."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])

@@ -1,9 +1,9 @@
 """Walks through directory trees of the agent's making: without recursion, without links, and with a bounded depth.
 
-Theory of operation. An agent can nest directories without end, faster than anything can look at them. A recursive
-function fails there, one that keeps a descriptor for each level runs out of descriptors, and a path runs out of bytes.
-So a walk keeps a list of paths. It opens each directory by its path from the top, and the kernel refuses a path that
-leads through a link (openat2(2), RESOLVE_NO_SYMLINKS). A directory that lies too deep ends the walk with an error.
+Theory of operation. An agent can nest directories without end: a recursive function, a descriptor for each level, and a
+path all run out. So a walk keeps a list of paths. It opens each directory by its path from the top, and the kernel
+refuses a path that leads through a link (openat2(2), RESOLVE_NO_SYMLINKS). A directory that lies too deep ends the walk
+with an error.
 """
 
 import errno
@@ -39,24 +39,15 @@ class TreeTooDeepError(Exception):
 
 
 class Folder(NamedTuple):
-    """A directory of a walk, which closes its descriptor.
+    """A directory of a walk, which closes its descriptor."""
 
-    Attributes:
-        path: Its path below the top, with a slash at the end; empty for the top itself.
-        entries: What is in it, in the order of names.
-    """
-
-    path: str
+    path: str  # Its path below the top, with a slash at the end; empty for the top itself.
     fd: int
-    entries: list[os.DirEntry[str]]
+    entries: list[os.DirEntry[str]]  # What is in it, in the order of names.
 
 
 def open_below(top: int, path: str) -> int | None:
-    """Return a descriptor of a directory below another one, which it cannot leave; None if there is none at this path.
-
-    The empty path is the top itself. A path with a link in it leads to no directory. One over `MAX_DEPTH` or
-    `MAX_PATH_BYTES` is a `TreeTooDeepError`.
-    """
+    """Return a descriptor of a directory below another one, by a path without links; None if there is none."""
     encoded = os.fsencode(path)
     if encoded.count(b"/") > MAX_DEPTH or len(encoded) > MAX_PATH_BYTES:
         raise TreeTooDeepError(TOO_DEEP)
@@ -85,11 +76,7 @@ def list_entries(folder: int) -> list[os.DirEntry[str]]:
 
 
 def folders(top: int) -> Iterator[Folder]:
-    """Yield a directory and all directories below it, each before those in it. 5 us a directory, 1 us an entry.
-
-    The walk stays on it, whatever it is renamed to. A tree over `MAX_DEPTH` or `MAX_PATH_BYTES` is a
-    `TreeTooDeepError`.
-    """
+    """Yield a directory, whatever it is renamed to, and all directories below it, each before those in it."""
     waiting = [""]
     while waiting:
         path = waiting.pop()

@@ -1,10 +1,9 @@
 """What the kernel counts for each user, and so for all sandboxes of that user together.
 
-A sandbox can take all inotify instances of the machine's user, fill sockets with descriptors until no process of that
-user may send another one, or hold so much memory in pipes that new ones are small. There is no limit for a part of a
-user's processes. So each supervisor checks now and then, and after each call, whether anything is left. If nothing is,
-the call's answer may show it, and is its rollout's own. Only then it counts what its own sandbox holds, which takes
-milliseconds: one that holds a large part ends.
+A sandbox can take all inotify instances of the machine's user, all descriptors in sockets, or all memory of pipes, and
+no limit is for a part of a user's processes. So each supervisor checks now and then, and after each call, whether
+anything is left. If nothing is, the call's answer is its rollout's own, and the supervisor counts what its sandbox
+holds: a large part ends it.
 """
 
 import errno
@@ -31,10 +30,8 @@ WATCH_S = 0.05
 
 
 def are_exhausted() -> bool:
-    """Return whether this user can have no further inotify instance, whole pipe, or descriptor under way. 25 us.
-
-    The kernel exempts root with its rights from the limit of pipes, and pid 1 has given these up.
-    """
+    """Return whether this user can have no further inotify instance, whole pipe, or descriptor under way."""
+    # The kernel exempts root with its rights from the limit of pipes, and pid 1 has given these up.
     try:
         os.close(kernel.inotify())
         pipe = os.pipe()
@@ -51,10 +48,7 @@ def are_exhausted() -> bool:
 
 
 def held(pids: Iterable[int]) -> float:
-    """Return how much of what `SHARE` bounds some processes hold; 10 us a descriptor.
-
-    A process that hides its descriptors from others (PR_SET_DUMPABLE) counts as one that holds too many.
-    """
+    """Return how much of what `SHARE` bounds some processes hold; one that hides its descriptors has too many."""
     count, pipes = 0.0, dict[str, float]()
     for pid in pids:
         try:
@@ -74,7 +68,6 @@ def held(pids: Iterable[int]) -> float:
 
 
 def _capacity(path: str) -> int:
-    """Return the capacity of a pipe in bytes."""
     with Opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as end:
         return fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)
 

@@ -35,34 +35,21 @@ from sandboxes.spec import EnvironmentSpec
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A base.
+    """A base."""
 
-    Attributes:
-        identity: What it is, and a digest of its content.
-        lowers: Its directories, the topmost first; at least two.
-        binds: Directories of the host that a sandbox sees read-only, at their own paths.
-        hidden: Paths in these directories that a sandbox must not see.
-        foreign: Those of its directories that another program keeps, and may remove.
-        own_bash: Whether it has a bash. Otherwise sandboxes have one of this machine's.
-        images: The ids of the images that it has files of.
-        image: The configuration of the main image; None for a base that is none.
-        user: The user of its sandboxes; empty for a root with the usual home and no further groups.
-        bare: Those of its directories that the spec names, without services; none for the host.
-    """
-
-    identity: str
-    lowers: tuple[str, ...]
-    binds: tuple[str, ...] = ()
-    hidden: tuple[str, ...] = ()
-    foreign: tuple[str, ...] = ()
-    own_bash: bool = True
-    images: tuple[str, ...] = ()
-    image: ImageConfig | None = None
-    user: str = ""
+    identity: str  # What it is, and a digest of its content.
+    lowers: tuple[str, ...]  # Its directories, the topmost first; at least two.
+    binds: tuple[str, ...] = ()  # Directories of the host that a sandbox sees read-only, at their own paths.
+    hidden: tuple[str, ...] = ()  # Paths in these directories that a sandbox must not see.
+    foreign: tuple[str, ...] = ()  # Those of its directories that another program keeps, and may remove.
+    own_bash: bool = True  # Whether it has a bash. Otherwise sandboxes have one of this machine's.
+    images: tuple[str, ...] = ()  # The ids of the images that it has files of.
+    image: ImageConfig | None = None  # The configuration of the main image; None for a base that is none.
+    user: str = ""  # The user of its sandboxes; empty for a root with the usual home and no further groups.
     hostname: str = "sandbox"
     services: ServiceMounts = ServiceMounts([], [])  # noqa: RUF009 - a frozen value
     service_images: Mapping[str, ImageConfig] = field(default_factory=dict)
-    bare: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()  # Those of its directories that the spec names, without services; none for the host.
 
     def completed(self, spec: EnvironmentSpec) -> EnvironmentSpec:
         """Return a spec with the working directory that it leaves to its image."""
@@ -82,23 +69,16 @@ class Base:
 
 
 class Bases:
-    """The bases of one data directory, each built once. Methods block: run them in a thread.
-
-    Attributes:
-        host_view: Where the launcher, in its own mounts only, has the host's root, at `root` below it.
-    """
+    """The bases of one data directory, each built once. Methods block: run them in a thread."""
 
     def __init__(
         self, data_dir: Path, images: ImageStore, *, privileged: bool, rules: SourceRules | None = None
     ) -> None:
-        """Name the directories; `open` makes them.
-
-        If the proxy is root, the host's root can be a layer. The private paths of the rules are hidden from sandboxes
-        on the host's own system.
-        """
+        """Name the directories; `open` makes them. The rules' private paths are hidden where the host is the base."""
         self._data = data_dir
         self._folder = data_dir / "bases"
         self._trees, self._images = BuiltTrees(self._folder), images
+        # Where the launcher, in its own mounts only, has the host's root, at `root` below it.
         self.host_view = data_dir / "host"
         self._privileged = privileged
         self._rules = rules or SourceRules()
@@ -143,12 +123,7 @@ class Bases:
         return None if content is None else base.identity
 
     def frozen(self, spec: EnvironmentSpec, identity: str) -> Base | None:
-        """Return the base on which a state was frozen, or what a rollout there would see of it now.
-
-        A tarball's files were unpacked for its content, so they are there as they were. The host goes on changing below
-        running sandboxes, too, so a state of it comes back on the host as it is. None if it is a directory that has
-        changed, or files that are gone.
-        """
+        """Return the base on which a state was frozen, or what a rollout would see of it now; None if it is gone."""
         kind, _, digest = identity.partition(":")
         # Only what this name has meant: an imported state could name any tarball that another task uses.
         former = identity in self._former.get(name_of(spec), ())
@@ -169,10 +144,7 @@ class Bases:
         self.sources.directories.close()
 
     def refresh(self, spec: EnvironmentSpec) -> Base:
-        """Return the base of a spec as it is now; `SpecError` if it is missing, or cannot be read.
-
-        `OSError` says that the machine is short of memory, descriptors or disk.
-        """
+        """Return the base of a spec as it is now. `SpecError` is the spec's fault, `OSError` the machine's."""
         name = name_of(spec)
         try:
             if spec.image is not None:

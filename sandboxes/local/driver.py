@@ -1,8 +1,8 @@
 """The `local` driver: sandboxes made of namespaces, overlay layers and a live bash, on this machine, without a daemon.
 
-A state is a stack of layers and the dumps of its sessions; with live processes also a checkpoint. All of them are named
-in a `FrozenState`. Collecting deletes what is in none of these sets: the states that the caller keeps, the root states
-in use, the stacks of open sandboxes, and the layers of sandboxes that are being started (`OpenSandboxes.holding`).
+A state (`FrozenState`) is a stack of layers and its sessions' dumps; with live processes also a checkpoint. Collecting
+deletes what none of these has: the states that the caller keeps, the root states in use, the stacks of open sandboxes,
+and the layers of sandboxes that are being started (`OpenSandboxes.holding`).
 """
 
 import asyncio
@@ -54,15 +54,10 @@ STATE_VERSION = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootLayers(RootState):
-    """The root state of a spec, as layers over its base.
+    """The root state of a spec, as layers over its base."""
 
-    Attributes:
-        layers: The layers, topmost first; empty if the spec asks for nothing but its base.
-        images: The ids of the images below them.
-    """
-
-    layers: tuple[str, ...]
-    images: tuple[str, ...] = ()
+    layers: tuple[str, ...]  # The layers, topmost first; empty if the spec asks for nothing but its base.
+    images: tuple[str, ...] = ()  # The ids of the images below them.
 
 
 class LocalDriver:
@@ -77,13 +72,7 @@ class LocalDriver:
         checkpointer: Checkpointer | None = None,
         sources: SourceRules | None = None,
     ) -> None:
-        """Create the driver; `open` starts it.
-
-        Args:
-            data_dir: The driver's own directory.
-            checkpointer: Saves states with live processes; None reaches such states by replay.
-            sources: What specs may name; None allows all paths to those that are not confined.
-        """
+        """Create the driver; without a checkpointer, states with live processes are reached by replay."""
         self.sources = sources or SourceRules()
         self.data_dir = data_dir.resolve()
         self.image_store = ImageStore(self.data_dir / "images")
@@ -103,11 +92,7 @@ class LocalDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Take the data directory, remove what a killed instance left, and start the launcher.
-
-        Raises:
-            SandboxError: Another process uses this data directory, or the machine cannot run sandboxes.
-        """
+        """Take the data directory, remove what a killed instance left, and start the launcher."""
         if held.launcher_socket() and (missing := held.missing()):
             raise SandboxError(f"beside its launcher, the proxy lacks the capabilities {', '.join(missing)}")
         # The kernel releases the lock with the process, even after kill -9 (flock(2)). Layers hold set-user-id programs
@@ -126,7 +111,6 @@ class LocalDriver:
             raise
 
     def _sweep(self) -> None:
-        """Remove what a killed instance left, and make the directories."""
         # The file names the control groups of the last instance. Their processes must end before their layers go.
         with contextlib.suppress(OSError, ValueError):
             for group in orjson.loads((self.data_dir / "instance.json").read_bytes())["cgroups"]:
@@ -162,14 +146,7 @@ class LocalDriver:
     # -- states ------------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """Return a digest of the base and of every source that the spec names.
-
-        It takes 20 ms for the host as a base, if the host has changed since. A directory that has changed is walked in
-        a child process; a file that has changed is read.
-
-        Raises:
-            SpecError: A base or source is missing or cannot be read.
-        """
+        """Return a digest of the base and of every source that the spec names, read again if it has changed."""
         # What a confined spec may name is looked at again each time.
         if not spec.confined and (known := self.unchanged(spec)) is not None:
             return _identity(*known)
@@ -189,12 +166,7 @@ class LocalDriver:
         return None if None in known else cast("tuple[str, ...]", known)
 
     async def start(self, spec: EnvironmentSpec) -> LocalSandbox:
-        """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds.
-
-        Raises:
-            SpecError: The spec cannot be built.
-            SandboxError: The machine failed.
-        """
+        """Start a sandbox at a spec's root state, which is built once; then a start takes milliseconds."""
         base = await self._look(spec, lambda: self.bases.base(spec))
         spec = base.completed(spec)
         root = await self._root(spec, base)
@@ -221,12 +193,7 @@ class LocalDriver:
         return f"{why}. {WITHOUT_CHECKPOINTS}" if why else ""
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
-        """Start a sandbox at a frozen state.
-
-        Raises:
-            StateGoneError: Its layers or images are gone, or its base has changed.
-            SandboxError: The machine failed.
-        """
+        """Start a sandbox at a frozen state; `StateGoneError` if something of it is gone, or its base has changed."""
         payload = frozen.payload
         layers = tuple(payload["layers"])
         # The root state's layers are the lowest ones; their number is stored with the state.
@@ -265,10 +232,8 @@ class LocalDriver:
                 return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
 
     async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
-        """Return what a path of a state leads to, see `sandboxes.inspection.ReadableStates`.
-
-        Of a base that is this machine itself, nothing is read: sandboxes see a part of it, and a person may not.
-        """
+        """Return what a path of a state leads to, but nothing of a base that is this machine itself."""
+        # Sandboxes see a part of it, and a person may not.
         with contextlib.ExitStack() as held:
             held.enter_context(self.sandboxes.holding(frozen.parts))
             base = await self._frozen_base(spec, frozen.payload)
@@ -279,7 +244,6 @@ class LocalDriver:
             return replace(found, base=bool(base.bare))
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
-        """Return the base of a state whose parts are held, after a check of all that the state consists of."""
         layers = payload["layers"]
         # Checked while held: a layer that exists now stays until the sandbox has it in its stack.
         if missing := self.machine.layers.missing(layers):
@@ -300,10 +264,7 @@ class LocalDriver:
         return self.machine.egress.recordings(spec)
 
     async def collect(self, keep: Iterable[str]) -> int:
-        """Delete layers, checkpoints and images that are neither kept nor in use. What root states in use need stays.
-
-        See `sandboxes.driver.Driver.collect`.
-        """
+        """Delete layers, checkpoints and images that are neither kept nor in use, also by root states."""
         checkpointer = self.machine.checkpointer
         # Both sets are read before the first await. A sandbox that freezes and ends meanwhile makes a state that `keep`
         # does not name: its parts are then either not in `present`, or still in `in_use`.
@@ -329,7 +290,6 @@ class LocalDriver:
         return look() if self.bases.known(spec) is not None else await asyncio.to_thread(look)
 
     async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
-        """Return a spec's root state; build it if its layers are missing."""
         identity = (await self.identity(spec)) if spec.copied_sources else base.identity
 
         async def is_present(root: RootLayers) -> bool:
@@ -376,11 +336,9 @@ class LocalDriver:
         images: str | None = None,
         seals: bool = True,
     ) -> LocalSandbox:
-        """Start a sandbox from a spare, with layers over its base, the topmost first.
-
-        `state` is what pid 1 needs of the state (`_state`), and `images` the checkpoint to restore; None starts a fresh
-        shell. If it `seals`, each call's changes become a layer.
-        """
+        """Start a sandbox from a spare, with layers over its base, the topmost first."""
+        # `state` is what pid 1 needs of the state (`_state`), and `images` the checkpoint to restore; None starts a
+        # fresh shell. If it `seals`, each call's changes become a layer.
         self.sources.check_egress(spec)
         if spec.stands_still and self.machine.cgroups.freezer is None:
             raise SpecError(
@@ -425,7 +383,6 @@ class LocalDriver:
 
 
 def _identity(base: str, *sources: str) -> str:
-    """Return the identity of a spec, of its base's and its sources' digests."""
     digest = hashlib.blake2b(f"local\0{VERSION}\0{base}".encode(), digest_size=32)
     for source in sources:
         digest.update(source.encode())
@@ -437,5 +394,4 @@ def _state(
     pristine: dict[str, Any] | None = None,
     checkpoint: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what pid 1 needs of the state that its sandbox starts at; see `LocalSandbox.begin`."""
     return {"sessions": sessions, "pristine": pristine, "checkpoint": checkpoint}

@@ -73,16 +73,11 @@ def skeleton(target: Path) -> None:
 
 
 def fingerprint(watch: Watch = lambda _path, _events: None, root: Path = Path("/")) -> bytes:
-    """Return 32 bytes that change when the host's software or settings change. It takes 20 ms.
+    """Return 32 bytes that change when the host's software or settings change; `watch` gets what counts before a look.
 
-    Args:
-        watch: Called with each directory that counts, before it is looked at, and with the events that may change the
-            fingerprint.
-        root: The host's root.
-
-    Packages show in dpkg's status and the directories of `/usr`. Software that was installed without packages shows in
-    the directories of `/usr/local` and `/opt`. Settings are the files below `/etc`, without those that a sandbox has
-    with its own content: a host that rewrites its `resolv.conf` stays the same base.
+    Packages show in dpkg's status and `/usr`, other software in `/usr/local` and `/opt`. Settings are the files below
+    `/etc`, without those that a sandbox has with its own content: a host that rewrites its `resolv.conf` stays the same
+    base.
     """
     digest = hashlib.blake2b(digest_size=32)
     # Times and sizes stand for contents: reading all files of /usr would take minutes at each start.
@@ -138,10 +133,7 @@ def _settings(etc: Path, watch: Watch) -> Iterator[Path]:
 
 
 def build_mask(target: Path, hidden: list[Path]) -> None:
-    """Write the mask layer, which lies over the host's root and hides some paths. 0.3 s.
-
-    It needs rights over files (`rights.held`).
-    """
+    """Write the mask layer, which hides some paths of the host's root; this takes rights over files (`rights.held`)."""
     host = Path("/")
     for path in host.iterdir():
         # An allow-list: a directory that an administrator adds to `/` tomorrow is hidden without a change here.
@@ -256,11 +248,9 @@ def _is_whiteout(path: Path) -> bool:
 
 
 def _fix_times(target: Path, *others: str) -> None:
-    """Give the root, and directories that show nothing of the host's, a time that is the same on every machine.
-
-    A state's digest is relative to its base, and a layer has the times of the directories below it. With the time at
-    which each machine made its base, a state from another machine would differ from what was recorded there.
-    """
+    """Give the root, and directories that show nothing of the host's, a time that is the same on every machine."""
+    # A state's digest is relative to its base, and a layer has the times of the directories below it. With the time at
+    # which each machine made its base, a state from another machine would differ from what was recorded there.
     for name in ("", *_EMPTY, *(f"var/{name}" for name in _EMPTY_STATE), *others):
         path = target / name
         if path.is_dir() and not path.is_symlink():
@@ -276,10 +266,7 @@ def _copy_attributes(source: Path, target: Path) -> None:
 
 
 def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
-    """Write the base for a proxy without root: links, a readable copy of /etc, and mount points. 0.5 s, 5 MB.
-
-    `hidden` are further paths that sandboxes must not see. Return the directories of `BOUND` that this host has.
-    """
+    """Write the base for a proxy without root; return the directories of `BOUND` that this host has."""
     skeleton(target)
     for name in VISIBLE:
         path = Path("/") / name

@@ -1,8 +1,7 @@
 """The layer over an image that holds what a container runtime adds to it: mount points, names, and volumes.
 
-Every sandbox of an image has it, so it is part of the root state and no effect of a call. A container runtime binds its
-own /etc/hosts, /etc/hostname and /etc/resolv.conf over the image's; here they are files of this layer, which calls may
-change like any other file.
+Every sandbox of an image has it, so it is part of the root state and no effect of a call. /etc/hosts, /etc/hostname and
+/etc/resolv.conf, which a container runtime binds, are files of this layer, which calls may change like any other file.
 """
 
 import os
@@ -24,17 +23,12 @@ _SHARED_MEMORY = "run/shm"
 
 @dataclass(frozen=True)
 class Dress:
-    """What is added to an image and to those of its side services.
-
-    Attributes:
-        aliases: Further names of the sandbox itself.
-        volumes: The directories that the images declare as volumes, as paths of the sandbox.
-    """
+    """What is added to an image and to those of its side services."""
 
     hostname: str
     services: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
-    volumes: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # Further names of the sandbox itself.
+    volumes: tuple[str, ...] = ()  # The directories that the images declare as volumes, as paths of the sandbox.
 
     @property
     def texts(self) -> dict[str, str]:
@@ -65,7 +59,6 @@ def build(dress: Dress, lowers: Sequence[str], target: Path) -> None:
 
 
 def _dress(dress: Dress, lowers: Sequence[str], target: Path, root: str) -> None:
-    """Dress one image, whose paths begin with `root`."""
     for name in _MOUNT_POINTS:
         _folder(lowers, target, f"{root}{name}", 0o755)
     _folder(lowers, target, f"{root}{_SHARED_MEMORY}", 0o1777)
@@ -103,7 +96,6 @@ def _file(path: Path, text: str, mode: int) -> None:
 
 
 def _take_facts(lowers: Sequence[str], target: Path, name: str) -> None:
-    """Give a directory of the layer the owner, mode and time that it has in the image."""
     path, there = target / name, status_of(lowers, name)
     if there is None:
         os.utime(path, ns=(_FIXED_NS, _FIXED_NS))

@@ -53,13 +53,10 @@ def run(
     shell_files: str,
     restores: bool,
 ) -> None:
-    """Be a sandbox until the proxy closes its end.
+    """Be a sandbox until the proxy closes its end; without `privileged`, as root of a user namespace."""
+    # The first part needs no spec, and is done ahead, in spares. The launcher reports on the socket `switches`; control
+    # groups are joined by their open files; pages are written to ahead, by address and bytes.
 
-    The first part needs no spec. It is done ahead, in spare sandboxes. The launcher reports on the socket `switches`
-    that layers were switched. The process joins control groups by their open files, whose paths are `cgroups`. It
-    writes to the pages, by address and bytes. Without `privileged`, this is root of a user namespace. `shell_files` is
-    the directory of `shell_files.copies`. If it `restores`, a checkpoint may be restored in it.
-    """
     # The kernel kills this process when the launcher dies, and with this pid 1 its whole pid namespace
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -90,7 +87,6 @@ def run(
 
 
 def _start(link: DriverLink, switches: DriverLink, groups: GroupFiles, *, restores: bool) -> None:
-    """Wait for a spec and its layers, move into them, confine this process, and serve."""
     order, tables, (table, *files) = link.wait()
     assert isinstance(order, StartSandbox), "nothing else is sent to a spare sandbox"
     mounted = switches.wait()

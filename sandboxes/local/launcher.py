@@ -2,16 +2,13 @@
 
 It does what needs rights that a sandbox must not have: it forks pid 1s into new pid namespaces, mounts layers, moves a
 running sandbox to new layers, and starts CRIU in a sandbox's namespaces. It has one thread and few imports, so that a
-fork is cheap and safe.
+fork is cheap and safe. It exits when the driver's end of its socket closes, and all pid 1s with it, by their
+parent-death signal.
 
-The launcher is root. It may be so beside a driver that is not (`rights.launcher_service`), of which it does nothing but
-what `rights.grounds` allows. Otherwise the launcher of such a driver is root of a user namespace of its own; the code
-is the same.
-It exits when the driver's end of its socket closes, and all pid 1s exit with it, by their parent-death signal.
-
-Some operations need another namespace for a moment. The launcher then enters it (setns), works, and returns to its own
-with a descriptor that it opened at the start. A process can return only to namespaces that its own user namespace owns,
-which is why an unprivileged launcher is pid 1 of a pid namespace of its own.
+The launcher is root, for a driver that is not only as far as `rights.grounds` allows; otherwise it is root of a user
+namespace of its own, with the same code. To work in another namespace, it enters that (setns) and returns by a
+descriptor from its start. A process can return only to namespaces that its own user namespace owns, which is why an
+unprivileged launcher is pid 1 of a pid namespace of its own.
 """
 
 import contextlib
@@ -66,10 +63,7 @@ class Launcher:
     """Serves the driver's requests, one at a time."""
 
     def __init__(self, driver: socket.socket, *, privileged: bool, grounds: Grounds | None = None) -> None:
-        """Remember the namespaces to come back to. If this process is root, no user namespace is involved.
-
-        `grounds` is what a driver that is not root may name; None for one with this process's rights.
-        """
+        """Remember the namespaces to come back to; `grounds` is what a driver that is not root may name, or None."""
         self.driver = driver
         self.grounds = grounds
         self.privileged = privileged
@@ -120,7 +114,6 @@ class Launcher:
             write_pages(self._written)
 
     def _perform(self, envelope: Envelope[IpcMessage]) -> tuple[IpcMessage, list[int]]:
-        """Do what a request asks for; return the answer and its descriptors."""
         match request := envelope.message:
             case ForkSandbox():
                 return Forked(), [self._fork(request, *envelope.fds)]
@@ -136,11 +129,9 @@ class Launcher:
         return Done(), []
 
     def _stack(self, stack: LayerStack) -> contextlib.AbstractContextManager[LayerStack]:
-        """Return a context with a stack that may be mounted for this driver."""
         return contextlib.nullcontext(stack) if self.grounds is None else self.grounds.stack(stack)
 
     def _fork(self, request: ForkSandbox, channel: int, switches: int) -> int:
-        """Fork a pid 1 and return its process descriptor. It sets itself up in parallel with the next requests."""
         groups: list[int] = []
         try:
             for path in request.cgroups:
@@ -188,7 +179,6 @@ class Launcher:
             os._exit(code)
 
     def _mount(self, request: MountLayers, pid_1: int) -> None:
-        """Mount the layers of a spare sandbox, and give them to its pid 1; see `MountLayers`."""
         try:
             with self._stack(request.stack) as stack:
                 mounts = _mount(stack)
@@ -201,7 +191,6 @@ class Launcher:
             self._written = addresses(own_pages())
 
     def _switch(self, request: SwitchLayers, namespace: int, pid_1: int, table: int) -> None:
-        """Move a sandbox, named by its mount namespace, to new layers, and report to its pid 1; see `SwitchLayers`."""
         report: IpcMessage = LayersSwitched(request.added_bytes, request.stack.links)
         mounts: list[int] = []
         try:
@@ -248,11 +237,9 @@ class Launcher:
         return overlay
 
     def _set_last_pid(self, number: int, sandbox: int) -> list[int]:
-        """Write `ns_last_pid` in a child, and return its process descriptor, if it has not ended.
-
-        The kernel goes by the pid namespace of the writer (pid_namespaces(7)). Nothing waits for the child here: a
-        process of the sandbox may stop it. Where the kernel lets nobody write, replays get the pids that come.
-        """
+        """Write `ns_last_pid` in a child, and return its process descriptor, if it has not ended."""
+        # The kernel goes by the pid namespace of the writer (pid_namespaces(7)). Nothing waits for the child here: a
+        # process of the sandbox may stop it. Where the kernel lets nobody write, replays get the pids that come.
         with contextlib.suppress(OSError):
             if self.grounds is not None:
                 self.grounds.require_sandbox(sandbox)
@@ -313,12 +300,8 @@ def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:
 
 
 def _mount(stack: LayerStack) -> list[int]:
-    """Mount a stack of layers.
-
-    Return descriptors of the whole stack as a detached mount, of a mount of its upper directory, and of a mount of the
-    layers below the upper. If the stack names the root state's layers, a mount of these comes fourth. Pid 1 holds them
-    in the sandbox, so none of them leads further up on the host.
-    """
+    """Mount a stack of layers; return mounts of the whole, of its upper, of what is below, and of any root state."""
+    # Pid 1 holds them in the sandbox, so none of them leads further up on the host.
     fds = [_writable(stack)]
     upper = os.open(stack.upper, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -338,7 +321,6 @@ def _mount(stack: LayerStack) -> list[int]:
 
 
 def _writable(stack: LayerStack) -> int:
-    """Return a descriptor of the detached overlay mount of a stack."""
     if not stack.links:
         return _overlay(stack.lowers, stack.upper, stack.work)
     for pause_s in _BUSY_S:
@@ -373,18 +355,16 @@ def _tried(stack: LayerStack) -> LinksTried:
 
 
 def _overlay(lowers: list[str], upper: str | None, work: str | None, *, index: bool = False) -> int:
-    """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`.
+    """Return a descriptor of an overlay whose base is opened without following links; see `syscalls.overlay`."""
+    # A base may be a directory in which another user can put a link after its path was checked. All other directories
+    # are the driver's own.
 
-    A base may be a directory in which another user can put a link after its path was checked. All other directories
-    are the driver's own.
-    """
     # The base is the last but one, above the skeleton or the host's root (`Base.lowers`).
     with Opened(plain_descriptor(lowers[-2])) as base:
         return kernel.overlay([*lowers[:-2], f"/proc/self/fd/{base}", lowers[-1]], upper, work, index=index)
 
 
 def _copy_top(mount: int, upper: int) -> None:
-    """Give a new upper directory, which is the sandbox's root, the facts of the root below: mode, owner, times."""
     # A mount's descriptor names it only (open(2), O_PATH), and attributes are read through an open one.
     with Opened(os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=mount)) as below:
         _copy_facts_of(below, upper)
@@ -409,10 +389,8 @@ _MARKS = "user.overlay."
 
 
 def _become_root_of_a_namespace() -> None:
-    """Continue as root of a new user namespace, in a child that is pid 1 of a pid namespace that it owns.
-
-    The child can return from each sandbox's pid namespace only to a pid namespace that its own user namespace owns.
-    """
+    """Continue as root of a new user namespace, in a child that is pid 1 of a pid namespace that it owns."""
+    # The child can return from each sandbox's pid namespace only to a pid namespace that its own user namespace owns.
     uid, gid = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     # Without "deny" the kernel refuses a gid_map of an unprivileged process (user_namespaces(7)).
@@ -432,12 +410,10 @@ def _become_root_of_a_namespace() -> None:
 
 
 def _show_host(mount_point: str) -> None:
-    """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only.
-
-    The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer. Our layers lie
-    in the host's root, but not in this view of it. The root of a container is an overlay already, and the kernel stacks
-    no more than two. Our layers are not in it, because it cannot hold them.
-    """
+    """Mount a view of the host's root at `mount_point`/root, in this process's mount namespace only."""
+    # The view is an overlay of its own because overlayfs refuses a layer that lies inside another layer: our layers lie
+    # in the host's root, but not in this view of it. In a container, whose root is an overlay already, the kernel
+    # stacks no more than two.
     kernel.mount("tmpfs", mount_point, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "mode=755,size=64k,nr_inodes=32")
     for name in ("empty", "root", "upper", "work"):
         os.mkdir(f"{mount_point}/{name}")  # noqa: PTH102
@@ -462,11 +438,9 @@ def _root_is_overlay() -> bool:
 
 
 def main() -> None:
-    """Run the launcher.
-
-    Arguments: the socket's descriptor, the directory for the host's view, and options: `OLDER_MOUNTS`, or `FOR` and the
-    user and the directory of a proxy that is not root.
-    """
+    """Run the launcher."""
+    # Arguments: the socket's descriptor, the directory for the host's view, and options: `OLDER_MOUNTS`, or `FOR` and
+    # the user and the directory of a proxy that is not root.
     driver = connect()
     grounds: Grounds | None = None
     # Before the first fork, and with the right to it: no process of a sandbox can get a lower score then.

@@ -1,10 +1,7 @@
 """Checks of layers: one that changed on disk since it was frozen is no part of a state any more.
 
-A layer is checked once in the life of a process, when it is used for the first time. What this process has frozen
-itself needs no check. The whole layer is read: a damaged byte shows only in the content, and a wrong state is worse
-than a slow restore. It takes 30 us a file and 0.8 s for a gigabyte in memory.
-
-Large layers are read in a process of their own (`python -m sandboxes.local.layer_check`), because thousands of small
+A layer that this process did not freeze is read whole at its first use: a damaged byte shows only in the content, and a
+wrong state is worse than a slow restore. Large layers are read in a process of their own, because thousands of small
 files would keep the proxy's interpreter busy while hits wait.
 """
 
@@ -29,7 +26,6 @@ class LayerCheck:
     """Checks the layers of one data directory."""
 
     def __init__(self, layers: Layers) -> None:
-        """Check nothing yet."""
         self._layers = layers
         # One check at a time: they compete for one disk, and two restores of one state need one check.
         self._checking = asyncio.Lock()
@@ -51,7 +47,6 @@ class LayerCheck:
             return True
 
     async def _fault(self, layer: str) -> str:
-        """Return what is wrong with a layer; empty if nothing is."""
         path = self._layers.frozen / layer
         if self._layers.size_bytes(layer) <= _IN_THREAD_BYTES:
             return await asyncio.to_thread(fault_of, path)

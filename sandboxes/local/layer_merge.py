@@ -1,7 +1,7 @@
 """How one layer is laid over another, so that the result shows what overlayfs shows of the two.
 
-Whiteouts and opaque directories follow overlayfs (kernel documentation, filesystems/overlayfs.rst): a character
-device 0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
+Whiteouts and opaque directories follow overlayfs (kernel documentation, filesystems/overlayfs.rst): a character device
+0/0 hides a name of lower layers, and the attribute `user.overlay.opaque` hides a directory's lower entries.
 """
 
 import contextlib
@@ -26,10 +26,8 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def lay_over(source: Path, target: Path, is_replaced: Callable[[str], bool] = lambda _: False) -> None:
-    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two.
-
-    A path that is no directory is not copied if something else will be laid over it (`is_replaced`).
-    """
+    """Copy an upper layer over a merged one, so that the result shows what overlayfs shows of the two."""
+    # A path that is no directory is not copied if something else will be laid over it (`is_replaced`).
     with contextlib.ExitStack() as opened:
         layer, merged = (os.open(path, _FOLDER) for path in (source, target))
         opened.callback(os.close, layer)
@@ -50,7 +48,7 @@ def lay_over(source: Path, target: Path, is_replaced: Callable[[str], bool] = la
 
 
 def has_entry(layer: Path, path: str) -> bool:
-    """Return whether a layer has something at a path that is no directory, so that it replaces all below it. 10 us."""
+    """Return whether a layer has something at a path that is no directory, so that it replaces all below it."""
     folder, _, name = path.rpartition("/")
     with Opened(os.open(layer, _FOLDER)) as top, contextlib.suppress(FileNotFoundError):
         within = trees.open_below(top, folder)
@@ -61,10 +59,7 @@ def has_entry(layer: Path, path: str) -> bool:
 
 
 def _make_folder(path: str, layer: int, merged: int) -> bool:
-    """Make a directory of the merged layer, with the cases of overlayfs: new, merged, opaque, or over something else.
-
-    Return whether it is opaque there. Its parents are there already.
-    """
+    """Make a directory of the merged layer, by the cases of overlayfs; return whether it is opaque there."""
     opaque = is_opaque(layer, MARKS)
     folder, _, name = path.rstrip("/").rpartition("/")
     if not name:

@@ -1,7 +1,4 @@
-"""The tables of layers: what each layer changes of the root state, or, in a complete table, all that its state changes.
-
-`guest.files.row_table` has the format. A complete table ends what a supervisor has to read of a state's layers.
-"""
+"""The tables of layers (`guest.files.row_table`): each layer's changes, or in a complete table all of its state's."""
 
 import contextlib
 import itertools
@@ -13,7 +10,7 @@ class LayerTables:
     """The tables of one data directory's layers. Methods block, for microseconds."""
 
     def __init__(self, layers: str) -> None:
-        """Name the directory of the layers, with a slash at its end: putting a `Path` together takes 5 us a call."""
+        """Name the directory of the layers, with a slash at its end."""
         self._layers = layers
 
     def of(self, layer: str) -> bytes:
@@ -26,11 +23,9 @@ class LayerTables:
         return os.path.exists(f"{self._layers}{layer}/table")  # noqa: PTH110
 
     def of_state(self, ids: Sequence[str]) -> tuple[bytes, int]:
-        """Return what a supervisor needs to know the rows of a state, given its layers above the root state.
-
-        The layers are the topmost first. The tables are those above the last complete one, one after another, and a
-        descriptor of that one, or of an empty file.
-        """
+        """Return what a supervisor needs to know the rows of a state, given its layers above the root state."""
+        # The tables are those above the last complete one, one after another, and a descriptor of that one, or of an
+        # empty file.
         above = list(itertools.takewhile(lambda layer: not self.is_complete(layer), ids))
         return b"".join(map(self.of, above)), self.open_complete(ids[len(above) :])
 

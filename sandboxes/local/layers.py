@@ -61,7 +61,7 @@ class Upper(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """The directory of its `diff` and `work`. 5 us."""
+        """The directory of its `diff` and `work`."""
         return Path(self.folder)
 
     @property
@@ -76,39 +76,27 @@ class Upper(NamedTuple):
 
 
 class LayerMeta(NamedTuple):
-    """What is known of a layer besides its files: bytes on disk, and the digests by which damage of them is noticed.
-
-    Attributes:
-        links: Whether some of its paths are hard links to one file.
-    """
+    """What is known of a layer besides its files: bytes on disk, and the digests by which damage of them is noticed."""
 
     size_bytes: int
     manifest: Manifest
-    links: Links
+    links: Links  # Whether some of its paths are hard links to one file.
 
 
 class Layers:
-    """The layers of one data directory. Methods block, for microseconds unless they say otherwise.
-
-    Attributes:
-        intact: The layers that are known to be as they were frozen; see `layer_check`.
-    """
+    """The layers of one data directory. Methods block, for microseconds unless they say otherwise."""
 
     def __init__(self, data_dir: Path) -> None:
-        """Name the directories; `open` makes them."""
         self.uppers = data_dir / "uppers"
         self.frozen = data_dir / "layers"
-        self.intact: set[str] = set()
+        self.intact: set[str] = set()  # The layers that are known to be as they were frozen; see `layer_check`.
         self._known: dict[str, tuple[int, Links]] = {}
         # Texts and not paths for what each call needs: putting a `Path` together takes 5 us, as long as a system call.
         self._layers = f"{self.frozen}/"
         self.tables = LayerTables(self._layers)
 
     def open(self) -> None:
-        """Make the directories; remove uppers of dead sandboxes and half-deleted layers. It takes 5 us a file.
-
-        What cannot be removed stays where it is, without effect, and the next start tries again.
-        """
+        """Make the directories; remove uppers of dead sandboxes and half-deleted layers, as far as it can be done."""
         for folder in (self.uppers, self.frozen):
             folder.mkdir(parents=True, exist_ok=True)
         # Each changing call makes ten files below its upper and removes half of them again.
@@ -137,11 +125,9 @@ class Layers:
         return upper.id
 
     def place(self, upper: Upper, meta: LayerMeta, table: bytes, *, apart: bool = False) -> None:
-        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it.
-
-        `apart` moves its files out of the directory that some sandbox has mounted, and so below an overlay with an
-        index; see `syscalls.overlay`.
-        """
+        """Put an upper where its layer will be, so that it can be mounted as such; `describe` completes it."""
+        # `apart` moves its files out of the directory that some sandbox has mounted, and so below an overlay with an
+        # index; see `syscalls.overlay`.
         if apart:
             _move_apart(upper)
         complete = row_table.RowTable(memoryview(table)).complete
@@ -196,13 +182,13 @@ class Layers:
         return {path.name for path in self.frozen.iterdir()}
 
     def disown(self, ids: Iterable[str]) -> None:
-        """Make layers that will be deleted missing from now on; 10 us each."""
+        """Make layers that will be deleted missing from now on."""
         for layer in ids:
             with contextlib.suppress(FileNotFoundError):
                 (self.frozen / layer / "meta.json").unlink()
 
     def detach(self, ids: Iterable[str]) -> list[Path]:
-        """Make layers missing from now on; return the directories that the caller has to remove. 10 us each."""
+        """Make layers missing from now on; return the directories that the caller has to remove."""
         ids = list(ids)
         # meta.json first: after a crash in between, `open` recognizes a layer as half deleted.
         self.disown(ids)
@@ -232,10 +218,8 @@ class Layers:
                     sync_path(name, within=top)
 
     def merge(self, ids: Sequence[str], upper: Upper) -> str:
-        """Merge layers, the topmost first, into one that replaces them all, made of an empty upper; return its id.
-
-        Files are copied, not hard-linked: a hard link would change the link counts that `ls -l` shows.
-        """
+        """Merge layers, the topmost first, into one that replaces them all, made of an empty upper; return its id."""
+        # Files are copied, not hard-linked: a hard link would change the link counts that `ls -l` shows.
         tables = [row_table.RowTable(memoryview(self.tables.of(layer))) for layer in ids]
         folders = [self.frozen / layer / "diff" for layer in ids]
         topmost: dict[str, int] = {}
@@ -301,10 +285,8 @@ class ReadyUppers:
 
 
 def _move_apart(upper: Upper) -> None:
-    """Move an upper's files into a new directory, and remove overlayfs' index of them, which has a name of each.
-
-    A sandbox still has the old directory mounted, but runs nothing that could look.
-    """
+    """Move an upper's files into a new directory, and remove overlayfs' index of them, which has a name of each."""
+    # A sandbox still has the old directory mounted, but runs nothing that could look.
     mounted = f"{upper.folder}/mounted"
     os.rename(upper.diff, mounted)  # noqa: PTH104
     os.mkdir(upper.diff, 0o700)  # noqa: PTH102
@@ -324,10 +306,7 @@ def _move_apart(upper: Upper) -> None:
 
 
 def copy_upper(live: Upper, upper: Upper) -> None:
-    """Copy what a live sandbox wrote into another upper; 50 us a file, and the time for its bytes.
-
-    If its directories are nested too deeply, raise `NotFreezableError`.
-    """
+    """Copy what a live sandbox wrote into another upper; NotFreezableError if it is nested too deeply."""
     try:
         lay_over(live.path / "diff", upper.path / "diff")
     except trees.TreeTooDeepError as error:
@@ -335,7 +314,7 @@ def copy_upper(live: Upper, upper: Upper) -> None:
 
 
 def copied(layers: Layers, layer: str, upper: Upper) -> str:
-    """Make a copy of a layer, of an empty upper; return its id. 50 us a file, and the time for its bytes."""
+    """Make a copy of a layer, of an empty upper; return its id."""
     lay_over(layers.frozen / layer / "diff", upper.path / "diff")
     stored = layers.meta(layer)
     # As it was frozen, and not read again: a file that was damaged since then has to be found in the copy too.
@@ -357,11 +336,8 @@ def undo(layers: Layers, uppers: Iterable[Upper]) -> None:
 
 
 def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
-    """Return the longest run of neighbouring layers whose total size is at most `MERGE_BYTES` (pure).
-
-    Layers and run are the topmost first. A layer without a size is not merged. The run is empty if no two neighbours
-    are small enough.
-    """
+    """Return the longest run of neighbouring layers whose total size is at most `MERGE_BYTES` (pure)."""
+    # A layer without a size is not merged. The run is empty if no two neighbours are small enough.
     best: list[str] = []
     run: list[str] = []
     total = 0

@@ -71,7 +71,7 @@ def has_file(lowers: Sequence[str], name: str) -> bool:
 
 
 def open_path(lowers: Sequence[str], name: str) -> FrozenPath:
-    """Return what is at a relative path; see `ReadableStates.open_frozen`. Blocking, 20 us a directory and entry."""
+    """Return what is at a relative path; see `ReadableStates.open_frozen`. Blocking."""
     try:
         found = _open(lowers, name)
     # No file can have such a name.
@@ -93,7 +93,6 @@ def open_path(lowers: Sequence[str], name: str) -> FrozenPath:
 
 
 def _merged(lowers: Sequence[str], name: str) -> tuple[dict[str, FileEntry], bool]:
-    """Return the entries of a directory, from all directories that have it; and whether there are more."""
     seen: dict[str, FileEntry] = {}
     for lower in lowers:
         with Opened(os.open(lower, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
@@ -157,7 +156,6 @@ def _link_at(lowers: Sequence[str], name: str) -> str | None:
 
 
 def _open(lowers: Sequence[str], name: str) -> int | None:
-    """Return a descriptor of what is at a path in the topmost directory that has it."""
     for lower in lowers:
         with Opened(os.open(lower, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
             try:

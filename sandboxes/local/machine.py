@@ -1,15 +1,9 @@
-"""The machine: what all sandboxes of one local driver share.
+"""The machine: the launcher, control groups, layers, checkpointer and spares, which one driver's sandboxes share.
 
-It holds the launcher, the control groups, the layers, the checkpointer, and spare sandboxes.
-
-A sandbox is made in two steps, because the first is slow and needs no spec:
-
-1. The launcher forks a pid 1. That process joins its control groups, which waits up to 15 ms for the kernel's readers
-   (RCU), and makes its namespaces. It is then a *spare*: it waits for a spec.
-2. `LocalSandbox.begin` sends the spare its layers and its spec. This takes a few milliseconds.
-
-So the machine keeps as many spares as sandboxes begin at once (`spare_demand`), and makes new ones in the background.
-Spares die with the launcher. A spare whose channel is lost is thrown away; the next sandbox starts another launcher.
+A sandbox is made in two steps. The first needs no spec and is slow: the launcher forks a pid 1, which joins its control
+groups (up to 15 ms, for RCU) and makes its namespaces. It is then a *spare*. `LocalSandbox.begin` sends it its layers
+and its spec. The machine keeps as many spares as sandboxes begin at once (`spare_demand`). Spares die with the
+launcher; one whose channel is lost is thrown away, and the next sandbox starts another launcher.
 """
 
 import asyncio
@@ -63,10 +57,8 @@ _REVIEW_S = 60.0
 """How often spares that were kept for a burst are reviewed. The value is an estimate."""
 
 END_S = 10.0
-"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`.
-
-The value is an estimate.
-"""
+"""Longest wait for a killed sandbox to end. A process that is stuck in the kernel is left to the next `open`. The value
+is an estimate."""
 
 _CGROUP_ATTEMPTS, _CGROUP_RETRY_S = 200, 0.005
 """How often, and after which pause, a dead sandbox's control groups are tried to be removed: for one second."""
@@ -74,17 +66,12 @@ _CGROUP_ATTEMPTS, _CGROUP_RETRY_S = 200, 0.005
 
 @dataclass(frozen=True, slots=True)
 class Spare:
-    """A sandbox that waits for a spec: it has namespaces and control groups, but no root file system.
+    """A sandbox that waits for a spec: it has namespaces and control groups, but no root file system."""
 
-    Attributes:
-        id: The sandbox's id, which also names its control groups.
-        process: The process descriptor (pidfd) of its pid 1.
-        switches: The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
-    """
-
-    id: str
+    id: str  # The sandbox's id, which also names its control groups.
     channel: Channel
-    process: int
+    process: int  # The process descriptor (pidfd) of its pid 1.
+    # The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
     switches: socket.socket
 
 
@@ -98,11 +85,7 @@ class Machine:
         checkpointer: Checkpointer,
         holding: Holding,
     ) -> None:
-        """Describe the machine; `open` starts the launcher.
-
-        The launcher mounts the host's root at `host_view`, in its own mount namespace only. `holding` keeps layers from
-        being collected while no sandbox has them in its stack yet.
-        """
+        """Describe the machine; `open` starts the launcher. `holding` keeps layers that are in no stack yet."""
         self.data_dir = data_dir
         self.host_view = host_view
         self.layers = Layers(data_dir)
@@ -169,11 +152,9 @@ class Machine:
         await asyncio.to_thread(self.cgroups.close)
 
     async def keeps_links(self, lowers: tuple[str, ...]) -> bool:
-        """Return whether hard links can stay links over a base's directories: the file systems must have file handles.
-
-        And we must have rights over files: without them a directory that an agent has made read-only cannot be moved
-        (`Layers.place`).
-        """
+        """Return whether hard links can stay links over a base's directories."""
+        # The file systems must have file handles. And we must have rights over files: without them a directory that an
+        # agent has made read-only cannot be moved (`Layers.place`).
         async with self._trying_links:
             # Once, however many sandboxes start together.
             if lowers not in self._keeps_links:
@@ -197,10 +178,7 @@ class Machine:
         return tried
 
     async def spare(self) -> Spare:
-        """Return a spare sandbox, or a new one if there is none. Call `restock` when the sandbox has started.
-
-        If it ends while it is made, raise `ChannelClosedError`.
-        """
+        """Return a spare sandbox, or a new one; ChannelClosedError if it ends. Call `restock` when it has started."""
         self._starting += 1
         self._demand.note(time.monotonic())
         while self._spares:
@@ -247,10 +225,7 @@ class Machine:
         return spare
 
     async def learn_pages(self, link: GuestLink) -> None:
-        """Have later spares given the pages that a sandbox has written to, once for each launcher. 2 ms.
-
-        The sandbox has run a call and is idle.
-        """
+        """Have later spares given the pages that an idle sandbox has written to, once for each launcher."""
         launcher = self.launcher.pid
         if launcher is None or self._pages_of == launcher:
             return
@@ -324,10 +299,7 @@ class Machine:
 
 
 async def ended(process: int, within_s: float = END_S) -> None:
-    """Wait until a process has ended, such as a pid 1 and with it its whole pid namespace; at most this long.
-
-    Its process descriptor becomes readable when it ends (pidfd_open(2)).
-    """
+    """Wait until a process, such as a pid 1 with its namespace, has ended (pidfd_open(2)); at most this long."""
     loop = asyncio.get_running_loop()
     exited = asyncio.Event()
     # The reader and not a thread in waitid(2): a pid 1 is a child of the launcher, not of this process.

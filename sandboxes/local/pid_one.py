@@ -58,10 +58,8 @@ class Switches:
         self.link, self._mounts = link, mounts
 
     def keep(self, mounts: list[int]) -> None:
-        """Keep other mounts open, and close those of the layers that the sandbox has left.
-
-        The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
-        """
+        """Keep other mounts open, and close those of the layers that the sandbox has left."""
+        # The last descriptor of a mount unmounts it. That waits for the kernel's readers (RCU), so it comes last.
         before, self._mounts = self._mounts, mounts
         close_all(before)
 
@@ -90,12 +88,10 @@ class PidOne:
         self._held_from, self._has_segments = 0.0, False
 
     def serve(self, handed_over: list[int], *, begun: bool, broken: str | None = None) -> None:
-        """Report that the sandbox has started, then answer requests until the proxy is gone.
+        """Report that the sandbox has started, then answer requests until the proxy is gone."""
+        # The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
+        # layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
 
-        The descriptors that are handed over are closed here: the mount namespace, by which the launcher will switch
-        layers, and with egress the listening socket. If the first shell was begun, only the first call waits for it.
-        `broken` says why no shell can be started.
-        """
         # Processes that came back, the anchor too, may stand still: their first call starts a shell that is missing.
         if not (begun or broken) and self._shells.anchor is None:
             broken = self._begin_first()
@@ -129,12 +125,9 @@ class PidOne:
         return None
 
     def _call(self, request: CallRequest, envelope: Envelope[IpcMessage]) -> None:
-        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer.
-
-        An upper layer in which nothing differs from what lies below is thrown away, so that the sandbox is as
-        recorded. Another one becomes a layer. With hard links that would break, or nested too deeply, it cannot and
-        stays as it is.
-        """
+        """Run a call and send the answer; if something was written, say at once what becomes of the upper layer."""
+        # An upper in which nothing differs from what lies below is thrown away, so that the sandbox is as recorded.
+        # Another one becomes a layer, but not with hard links that would break, or nested too deeply.
         if (done := self._supervisor.call(request, envelope)) is None:
             return
         answer, body, fresh = done
@@ -204,7 +197,6 @@ class PidOne:
         self._move(self._supervisor.state())
 
     def _move(self, state: StateSummary) -> None:
-        """Report the state of the files, which were just looked at, and go on over other layers."""
         # The sessions are dumps already, so a fresh shell on the new layers continues each of them.
         self._shells.halt()
         if self._changes.links:
@@ -269,7 +261,6 @@ class PidOne:
         )
 
     def _outside_the_tree(self) -> str:
-        """Return why a checkpoint would not hold all that survives; empty if it would."""
         if reason := self._supervisor.outside_checkpoint():
             return reason
         anchor = self._shells.anchor
@@ -295,7 +286,6 @@ class PidOne:
         self._survivors.settle(patient=False)
 
     def _await_switch(self) -> None:
-        """Wait until the launcher has moved this mount namespace to other layers, and go on with fresh shells."""
         # The proxy orders the move when it has the state, and waits for `Done`. It sends nothing in between.
         report = self._switches.link.wait()
         if not isinstance(report.message, LayersSwitched):

@@ -1,9 +1,8 @@
 """Export and import of frozen states of the `local` driver, with their layers as tars; see `sandboxes.portability`.
 
-An imported file comes from elsewhere and is taken for hostile. Its digest must be the expected one. A layer that was
-unpacked is packed again, but for the contents of files, and must give the same bytes. So nothing was misread, and this
-machine's file system lost no attribute. Contents are hashed as they are written, and checked when they are read again
-(`layer_check`).
+An imported file is taken for hostile. Its digest must be the expected one, and an unpacked layer is packed again
+without contents and must give the same bytes: nothing was misread, and no attribute lost here. Contents are hashed as
+they are written, and checked when they are read again (`layer_check`).
 """
 
 import contextlib
@@ -36,7 +35,6 @@ class LayerPorter:
     """A `Porter` of local states, whose parts are layers."""
 
     def __init__(self, layers: Layers, holding: Holding) -> None:
-        """Work on the layers of one data directory."""
         self._layers, self._holding = layers, holding
 
     def carries(self, kind: str) -> bool:
@@ -112,13 +110,11 @@ class LayerUnpacking:
 
 
 def _links(folder: Path, links: Mapping[str, str]) -> Links:
-    """Return what kind of hard links an unpacked layer has, given its further paths of files."""
     regular = all(stat.S_ISREG((folder / path).lstat().st_mode) for path in links)
     return ("regular" if regular else "other") if links else ""
 
 
 def _plain(payload: dict[str, Any]) -> bool:
-    """Return whether the members of a payload have the types that `LocalSandbox` writes."""
     layers, above = payload["layers"], payload["root_layers"]
     return (
         isinstance(layers, list)

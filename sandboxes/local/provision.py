@@ -31,10 +31,7 @@ _PREPARE = (
 
 
 async def prepare_services(sandbox: LocalSandbox, spec: EnvironmentSpec) -> None:
-    """Make the directories that services share, in a sandbox whose root state is being built.
-
-    `SpecError` says that the main image cannot start services, or that a path of a volume cannot be used.
-    """
+    """Make the directories that services share in a root state; SpecError if that is impossible."""
     if not spec.services:
         return
     await run_set_up(sandbox, spec, "services", _PREPARE)
@@ -90,7 +87,6 @@ def _opened(source: str, spec: EnvironmentSpec, sources: SourceRules) -> Iterato
 
 
 async def _bring(sandbox: LocalSandbox, source: Path, opened: Path, path: Path) -> None:
-    """Copy a database file of the proxy's machine into the sandbox."""
     if await asyncio.to_thread(_has_log, source):
         raise SpecError(
             f"database {str(source)!r} is in use: what is in its -wal would be lost. Close it, then try again."
@@ -116,10 +112,6 @@ async def _unpack(sandbox: LocalSandbox, source: str, opened: Path, target: str)
 
 
 async def _stream(sandbox: LocalSandbox, source: str, opened: Path, packing: tuple[str, ...], target: str) -> None:
-    """Stream a tarball, or what `tar` packs with some options, into the sandbox, which unpacks it in the target.
-
-    The source is the path in the spec, for errors; it was opened as a path of a descriptor.
-    """
     process: asyncio.subprocess.Process | None = None
     if packing:
         # Close-on-exec: a sandbox that starts at this moment must not inherit the pipe and keep it open.

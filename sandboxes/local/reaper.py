@@ -65,22 +65,18 @@ class Reaper:
         self._stuck += paths
 
     async def _pause(self, pause_s: float) -> None:
-        """Wait, but not beyond `close`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await self._closing.wait()
 
 
 def _remove_all(paths: Sequence[Path | str]) -> list[Path | str]:
-    """Remove directories; return those of which something is left."""
     return [path for path in paths if not (_remove_work(f"{path}/") or remove_tree(Path(path)))]
 
 
 def _remove_work(folder: str) -> bool:
-    """Remove a `work` directory of overlayfs if it has what a volatile mount leaves there and nothing else.
-
-    Nearly all have. Five system calls take a third of the CPU of a walk, which may find anything.
-    """
+    """Remove a `work` directory if it has what a volatile mount of overlayfs leaves there, and nothing else."""
+    # Nearly all have. Five system calls take a third of the CPU of a walk, which may find anything.
     try:
         os.unlink(f"{folder}work/incompat/volatile/dirty")  # noqa: PTH108 - putting a `Path` together takes 5 us
         for inner in ("work/incompat/volatile", "work/incompat", "work", ""):

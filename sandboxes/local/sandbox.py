@@ -77,15 +77,7 @@ LOOK_S = 30.0
 
 
 class LocalSandbox:
-    """A sandbox of namespaces and overlay layers.
-
-    Attributes:
-        link: The link to its supervisor: pid 1.
-        closed: Whether nothing is left of it.
-        egress: Its way to hosts outside; None without one.
-        begun_at: The digest of the state that it began at; None if processes ran.
-        pristine: What a new session looked like when it began; None if that is not known.
-    """
+    """A sandbox of namespaces and overlay layers."""
 
     def __init__(
         self,
@@ -99,19 +91,16 @@ class LocalSandbox:
         *,
         seals: bool,
     ) -> None:
-        """Take over a spare; `begin` starts it.
-
-        The layers are the topmost first, and the root state's are the last of them; that was built at `born_ns`. If it
-        `seals`, each call's changes become a layer; set-up needs one layer for all of its commands.
-        """
+        """Take over a spare. The layers are topmost first, the root state's last; `seals`: each call makes one."""
         # The descriptor names pid 1 until it is closed, so signals never reach another process (pidfd_open(2)).
         self._process: int | None = spare.process
         # What surrounds the spec's own variables: those of the image below, and of the egress.
         self._given = {**({} if base.image is None else base.image.environment), **variables(spec)}
+        # `closed`: whether nothing is left of it.
         self.id, self.closed = spare.id, False
-        self.egress: SandboxEgress | None = None
+        self.egress: SandboxEgress | None = None  # Its way to hosts outside; None without one.
         self.guest = Guest(spare.id, spare.channel, self._kill, self._after_call, machine.data_dir)
-        self.link = self.guest.link
+        self.link = self.guest.link  # The link to its supervisor: pid 1.
         self._spec = spec
         servers, server_environment = ServerCalls(self.guest), {**ENVIRONMENT, **self._given}
         self._processes = ProcessCalls(self.guest, spec, {"HOSTNAME": base.hostname, **self._given})
@@ -120,7 +109,8 @@ class LocalSandbox:
         self._harness = HarnessCalls(servers, spec, server_environment)
         self._closing: asyncio.Task[None] | None = None
         self._seals = seals
-        self.begun_at: StateDigest | None = None
+        self.begun_at: StateDigest | None = None  # The digest of the state that it began at; None if processes ran.
+        # What a new session looked like when it began; None if that is not known.
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
         self._is_still = False
@@ -145,11 +135,9 @@ class LocalSandbox:
     # -- starting ----------------------------------------------------------------------------------------------------
 
     async def begin(self, state: dict[str, Any], images: str | None = None) -> None:
-        """Give the spare its layers and its state; return when its shell is ready.
-
-        The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are restored
-        in it; None starts fresh shells. `SpecError` says that the base cannot run a shell.
-        """
+        """Give the spare its layers and its state; return when its shell is ready."""
+        # The state is the sessions and what a checkpoint stored, and `images` the checkpoint whose processes are
+        # restored in it; None starts fresh shells.
         other_user = self._base.user not in {"", "0"}
         if self._machine.shell is None and (other_user or not self._base.own_bash):
             raise SpecError(
@@ -306,10 +294,8 @@ class LocalSandbox:
         return spawn(f"seal layer of {self.id}", self._seal(), awaited=True) if done.seal else None
 
     def _stillness(self, checkpoint: dict[str, Any]) -> StandStill | None:
-        """Return how the processes of a checkpoint stand still until their first call; None if the spec lets them run.
-
-        `SandboxError` says that they must not run, because they would lack locks.
-        """
+        """Return how restored processes stand still until their first call; None if the spec lets them run."""
+        # `SandboxError` says that they must not run, because they would lack locks.
         pids, locks = checkpoint["pids"], checkpoint.get("locks", [])
         if not self._spec.stands_still:
             if locks:
@@ -323,10 +309,8 @@ class LocalSandbox:
         return StandStill(freeze, pids, locks)
 
     async def _stand_still(self, only: Collection[int] | None = None) -> None:
-        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old.
-
-        Other processes than `only` are not the agent's; None stands for all.
-        """
+        """Freeze the processes until the next call, if the spec wants that. Otherwise answers beside them grow old."""
+        # Other processes than `only` are not the agent's; None stands for all.
         if not self._spec.stands_still or self._process is None:
             return
         try:
@@ -337,7 +321,6 @@ class LocalSandbox:
         self._is_still = True
 
     def _move_on(self) -> None:
-        """Let the processes run again."""
         if self._is_still:
             self._machine.cgroups.thaw(self.id)
             self._is_still = False
@@ -380,7 +363,6 @@ class LocalSandbox:
 
     @contextlib.asynccontextmanager
     async def _at_launcher(self) -> AsyncIterator[int]:
-        """Give a descriptor of pid 1 for a request to the launcher."""
         if self._process is None:
             raise SandboxError(f"sandbox {self.id} was closed")
         # A copy: the sandbox may be closed before this is sent, and the number be another sandbox's then.
@@ -418,11 +400,9 @@ class LocalSandbox:
     # -- freezing ----------------------------------------------------------------------------------------------------
 
     async def freeze(self, *, root: bool = False) -> FrozenState:
-        """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox.
-
-        In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
-        sandboxes of the spec alike.
-        """
+        """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox."""
+        # In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
+        # sandboxes of the spec alike.
         await self.guest.settle()
         was_still = self._is_still
         self._move_on()
@@ -462,10 +442,6 @@ class LocalSandbox:
         }
 
     async def _checkpoint(self, tree: ProcessTree) -> FrozenState:
-        """Dump the sandbox's processes, with a copy of the files of the same moment.
-
-        `NotFreezableError` says why CRIU cannot dump them.
-        """
         states: list[LayerState] = []
         copies: list[Upper] = []
 
@@ -523,12 +499,10 @@ class LocalSandbox:
         return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
 
     async def _seal(self) -> None:
-        """Make a layer of what a call wrote, whether or not its state will be kept.
-
-        A program can see how files are spread over layers, in link counts of directories and in the order of their
-        entries. With one layer for each changing call, that depends on the calls alone. So a restored sandbox looks
-        like one that was never frozen.
-        """
+        """Make a layer of what a call wrote, whether or not its state will be kept."""
+        # A program can see how files are spread over layers, in link counts of directories and in the order of their
+        # entries. One layer for each changing call depends on the calls alone, so a restored sandbox looks like one
+        # that was never frozen.
         with contextlib.suppress(SandboxError, NotFreezableError):
             # The reported state is valid until the next call.
             paused = await self.link.next(LayerState, NotFreezable)
@@ -536,7 +510,6 @@ class LocalSandbox:
             await self._machine.learn_pages(self.link)
 
     async def _on_new_layer(self, paused: LayerState | NotFreezable, table: bytes) -> LayerState:
-        """Make a layer of the upper if anything was written; return the state."""
         if isinstance(paused, NotFreezable):
             why = self._machine.checkpointer.unavailable_reason
             raise NotFreezableError(f"sandbox {self.id}: {paused.reason}{'; ' if why else ''}{why}")

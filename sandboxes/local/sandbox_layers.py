@@ -1,7 +1,7 @@
 """The layers of one live sandbox, and its moves to a fresh upper.
 
-Who may delete a layer? Layers in `_unkept` are this sandbox's own: no frozen state has them, and closing deletes them.
-A freeze moves them out of that set (`keep`).
+Layers in `_unkept` are this sandbox's own: no frozen state has them, and closing deletes them. A freeze moves them out
+(`keep`).
 """
 
 import asyncio
@@ -30,10 +30,8 @@ class SandboxLayers:
         layers: tuple[str, ...],
         switches: socket,
     ) -> None:
-        """Begin with a fresh upper over the layers, the last of which are the root state's.
-
-        The launcher reports to pid 1 on the socket `switches`, which `close` closes.
-        """
+        """Begin with a fresh upper over the layers, the last of which are the root state's."""
+        # The launcher reports to pid 1 on the socket `switches`, which `close` closes.
         self._machine, self._link, self._base = machine, link, base
         self._root_layers, self.stack = root_layers, layers
         self._switches = switches
@@ -94,11 +92,7 @@ class SandboxLayers:
         self._machine.layers.freeze(copy, meta, table)
 
     async def switch(self, meta: LayerMeta | None, table: bytes) -> None:
-        """Move the sandbox to a fresh upper. Pid 1 must have paused.
-
-        The old upper becomes a layer of this description and table of rows; without one it is thrown away.
-        `SandboxError` says that the sandbox was closed, or died because the move failed halfway.
-        """
+        """Move the sandbox, which has paused, to a fresh upper; the old one becomes a layer, or is thrown away."""
         async with self._switching:
             if self._namespace is None:
                 raise SandboxError(f"sandbox {self._link.name} was closed")
@@ -148,10 +142,8 @@ class SandboxLayers:
         self._view = ()
 
     async def _copy_viewed(self) -> None:
-        """Replace layers by copies that are the upper directory of no sandbox's view; see `syscalls.overlay`.
-
-        Few are: each sandbox looks at one layer at most, of its own last change.
-        """
+        """Replace layers by copies that are the upper directory of no sandbox's view; see `syscalls.overlay`."""
+        # Few are: each sandbox looks at one layer at most, of its own last change.
         machine = self._machine
         for layer in self.stack:
             if layer in machine.viewed:
@@ -162,10 +154,8 @@ class SandboxLayers:
                     self.stack = tuple(upper.id if other == layer else other for other in self.stack)
 
     async def _merge_when_deep(self) -> bool:
-        """Merge small layers into one if there are many; return whether any were merged.
-
-        At once and not in the background: depth must depend on the calls alone.
-        """
+        """Merge small layers into one if there are many; return whether any were merged."""
+        # At once and not in the background: depth must depend on the calls alone.
         above = self.above_root
         if len(above) <= MAX_DEPTH:
             return False

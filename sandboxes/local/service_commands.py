@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 
 from sandboxes.calls import ToolCall
 from sandboxes.images.config import ImageConfig
+from sandboxes.process_output import PATH
 from sandboxes.server_spec import Service
 
 SERVICES = "/.services"
 """The directory of a sandbox that has the files of its side services, a directory for each."""
-_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""The search path of images that name none, as Docker gives it."""
 _ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
 """Names of the user and group that a command has without `--userspec`."""
 
@@ -40,15 +39,12 @@ def frame_of(name: str, service: Service, config: ImageConfig) -> ServiceFrame:
     """Return what surrounds the commands of a service, from its spec and the configuration of its image."""
     user = service.user or config.user
     home = {"HOME": "/root"} if user.partition(":")[0] in ("", "0", "root") else {}
-    environment = {"PATH": _PATH, "HOSTNAME": name, **home, **config.environment, **service.environment}
+    environment = {"PATH": PATH, "HOSTNAME": name, **home, **config.environment, **service.environment}
     return ServiceFrame(name, environment, service.working_dir or config.workdir or "/", user)
 
 
 def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
-    """Return the call of the main container that runs a process in a service, or works on the service's files.
-
-    The call is `process.run`, `shell.exec`, or one of `archive`, with the service's name as the argument `service`.
-    """
+    """Return the call of the main container that runs a process in a service, or works on the service's files."""
     arguments = {name: value for name, value in call.arguments.items() if name != "service"}
     if call.endpoint == "archive":
         return replace(call, arguments={**arguments, "root": f"{SERVICES}/{frame.name}"})

@@ -1,10 +1,9 @@
 """The side services of a sandbox: programs of other images that run beside the calls, in the same sandbox.
 
 Theory of operation. The files of each service's image are a layer of the base, with all paths below `SERVICES`. A
-service is a process with that directory as its root (chroot(2)), started by the anchor like a tool server. So all
-services are part of one sandbox: its limits, its network of only a loopback, its effects, its layers and its
-checkpoints hold for the whole. Each of these directories has a /proc, a /dev, a /sys
-(`linux.mounts.mount_for_services`), and names in /etc/hosts (`image_dress`).
+service is a process with that directory as its root (chroot(2)), started by the anchor like a tool server, so all of
+the sandbox holds for it: limits, loopback, effects, layers and checkpoints. Each such directory has a /proc, a /dev, a
+/sys (`linux.mounts.mount_for_services`), and names in /etc/hosts (`image_dress`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -33,10 +32,7 @@ def shared(spec: EnvironmentSpec) -> Iterator[tuple[str, str]]:
 
 
 def service_orders(spec: EnvironmentSpec, configs: Mapping[str, ImageConfig]) -> list[ServerOrder]:
-    """Return what starts the services of a spec, in the order in which they start (pure).
-
-    `SpecError` says that a service names no command, or that nothing says when it is ready.
-    """
+    """Return what starts the services of a spec, in the order in which they start (pure)."""
     return [_order(name, spec.services[name], configs[name]) for name in start_order(spec.services)]
 
 
@@ -67,7 +63,6 @@ def _order(name: str, service: Service, config: ImageConfig) -> ServerOrder:
 
 
 def _test(service: Service, config: ImageConfig) -> list[str]:
-    """Return the command of a service's health check; empty if it has none."""
     check = service.healthcheck
     if isinstance(check, str):
         return ["/bin/sh", "-c", check]

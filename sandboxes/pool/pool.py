@@ -35,26 +35,17 @@ class OverloadedError(RuntimeError):
 
 
 class Pool:
-    """Owns every live sandbox from its start to its close.
-
-    Attributes:
-        roster: Who is where; read by the proxy to plan and to show.
-        waiting: How many callers wait for room.
-        evicted: How many sandboxes were closed for room before their rollouts had ended.
-        keep: Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and
-            returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
-    """
+    """Owns every live sandbox from its start to its close."""
 
     def __init__(self, room: Room, *, patience_s: float, callers: Callable[[int], int] = lambda _: 1) -> None:
-        """Make an empty pool.
-
-        Args:
-            room: How many sandboxes may be alive at once, closing ones included.
-            patience_s: How long a caller waits for room before it gets `OverloadedError`.
-            callers: Returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
-        """
-        self.roster = Roster()
+        """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`."""
+        # `callers` returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
+        self.roster = Roster()  # Who is where; read by the proxy to plan and to show.
+        # `waiting`: how many callers wait for room.
+        # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
         self.waiting = self.evicted = self._seen = 0
+        # Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and returns False
+        # if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
@@ -62,16 +53,7 @@ class Pool:
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
-        """Make a sandbox and lease it; idle sandboxes are closed if the budget has no room.
-
-        Args:
-            make: Starts or restores the sandbox.
-            position: Where the sandbox is then.
-            owner: The rollout that needs it; None for the control plane.
-
-        Raises:
-            OverloadedError: There was no room within the patience.
-        """
+        """Make a sandbox and lease it to a rollout (or None); idle sandboxes are closed if the budget has no room."""
         return await self.fill(await self._make_room(owner), make, position)
 
     def newly_evicted(self) -> int:
@@ -95,7 +77,6 @@ class Pool:
 
     @property
     def _taken(self) -> int:
-        """How much of the budget is taken."""
         return len(self.roster) + self._closing
 
     async def start_warm(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
@@ -126,14 +107,7 @@ class Pool:
         return slot
 
     async def lease(self, slot: Slot, position: Hashable, owner: int | None) -> bool:
-        """Lease the slot that `Roster.find` returned.
-
-        A freezing sandbox is waited for and then not leased: what is cheapest may have changed meanwhile, so the caller
-        plans again.
-
-        Returns:
-            False if the sandbox froze, moved, died, or was leased by another caller.
-        """
+        """Lease the slot that `Roster.find` returned; False if the sandbox froze, moved, died, or is leased now."""
         if slot.state is SandboxState.FREEZING:
             slot.freeze_now.set()
             await slot.freeze_over.wait()
@@ -171,10 +145,8 @@ class Pool:
 
     @asynccontextmanager
     async def freezing(self, slot: Slot, *, after_s: float = 0.0) -> AsyncIterator[Sandbox]:
-        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed.
-
-        It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
-        """
+        """Yield the sandbox of a freeze that has begun. After the block it is idle, or closed if the block failed."""
+        # It waits for `after_s` before the block, but not if a caller needs the sandbox or its room.
         assert slot.sandbox is not None
         try:
             # The event ends the wait, also when the time is up: a timeout would cancel the task and raise for it.
@@ -258,7 +230,6 @@ class Pool:
             await self._notify()
 
     async def _make_room(self, owner: int | None) -> Slot:
-        """Wait for room in the budget and return a slot that takes it."""
         self.waiting += 1
         try:
             async with asyncio.timeout(self._patience_s):

@@ -1,7 +1,7 @@
 """How many sandboxes this machine has room for at the moment: by memory, open files and processes.
 
-Every limit that the kernel puts on this process counts, those of its control groups included, because in a container
-they are far below the machine's. Each is looked at again while the proxy works: what agents' commands take is no room.
+Every limit that the kernel puts on this process counts, those of its control groups included, and each is looked at
+again while the proxy works: what agents' commands take is no room.
 """
 
 import contextlib
@@ -46,14 +46,7 @@ class Room:
     """The room for sandboxes of one proxy."""
 
     def __init__(self, setting: int | None, *, reserve_bytes: int = 0, workers: int = 1, other_files: int = 0) -> None:
-        """Take the setting, if there is one; else go by the machine.
-
-        Args:
-            setting: The most sandboxes, `max_sandboxes`; None for as many as the machine has room for.
-            reserve_bytes: The least memory that stays available.
-            workers: How many proxies share the machine equally.
-            other_files: How many open files are for other things than sandboxes, if there are as many.
-        """
+        """Take the setting `max_sandboxes`, if there is one; else go by the machine, which `workers` share equally."""
         self._setting, self._reserve_bytes, self._workers = setting, reserve_bytes, workers
         self._other_files = other_files
         self._looked_at, self._bound = -_LOOK_S, RoomBound(1, "", "")
@@ -88,10 +81,9 @@ class Room:
 
 
 def open_more_files() -> None:
-    """Raise the limit of this process's open files as far as it may.
-
-    What systemd and login shells give, often 1,024, is for programs that use select(2), and a sandbox takes five files.
-    """
+    """Raise the limit of this process's open files as far as it may."""
+    # What systemd and login shells give, often 1,024, is for programs that use select(2), and a sandbox takes five
+    # files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft < most:
@@ -118,7 +110,6 @@ def _meminfo(name: str, meminfo: Path) -> int:
 
 
 def _processes() -> Iterator[cgroups.Bounded]:
-    """Return the limits of processes and threads, of the machine first."""
     with contextlib.suppress(OSError, ValueError):
         # The fourth field is of the running ones and all, with a slash between (proc_loadavg(5)).
         used = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[2])

@@ -1,10 +1,8 @@
 """The roster: which sandboxes are alive, at which position each is, and which to close first (pure).
 
-A position is any hashable value of the caller: for the proxy, a node of a tree. Sandboxes at one position have the same
-state, so they are interchangeable.
-
-The roster decides and never waits; `Pool` waits and never decides. Every method is synchronous, so no other task runs
-between a decision and the lease that follows it.
+A position is any hashable value of the caller, such as a tree node; sandboxes at one position have the same state. The
+roster decides and never waits; `Pool` waits and never decides. So no other task runs between a decision and the lease
+that follows.
 """
 
 import asyncio
@@ -20,33 +18,25 @@ from sandboxes.state_table import next_state
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """A place in the budget, and the sandbox that takes it.
+    """A place in the budget, and the sandbox that takes it."""
 
-    Attributes:
-        owner: The rollout that the sandbox is reserved for while its state exists nowhere else; None for everybody.
-        sandbox: The sandbox; None while it starts.
-        used_at: When the last lease ended, in seconds of the monotonic clock.
-        started_at: When the sandbox had started, on the same clock.
-        live_from: Since when its live processes run, on the same clock; of no meaning without any.
-        warm: The sandbox was made ahead of its use and was not used yet.
-        irreplaceable: The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
-        number: Number of the slot in the order of creation, unique in this process.
-        freeze_now: Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
-        freeze_over: Set when the sandbox's last freeze has ended, or the sandbox is closed.
-    """
-
+    # The rollout that the sandbox is reserved for while its state exists nowhere else; None for everybody.
     owner: int | None
     position: Hashable = None
-    sandbox: Sandbox | None = None
+    sandbox: Sandbox | None = None  # The sandbox; None while it starts.
     state: SandboxState = SandboxState.STARTING
-    used_at: float = 0.0
-    started_at: float = 0.0
-    live_from: float = 0.0
+    used_at: float = 0.0  # When the last lease ended, in seconds of the monotonic clock.
+    started_at: float = 0.0  # When the sandbox had started, on the same clock.
+    live_from: float = 0.0  # Since when its live processes run, on the same clock; of no meaning without any.
     calls: int = 0
-    warm: bool = False
+    warm: bool = False  # The sandbox was made ahead of its use and was not used yet.
+    # The sandbox may be the last way to its state, and the state could not be kept; see `Pool.keep`.
     irreplaceable: bool = False
+    # Number of the slot in the order of creation, unique in this process.
     number: int = field(default_factory=itertools.count(1).__next__)
+    # Set when a caller waits for the end of the sandbox's freeze, which may have been delayed.
     freeze_now: asyncio.Event = field(default_factory=asyncio.Event)
+    # Set when the sandbox's last freeze has ended, or the sandbox is closed.
     freeze_over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -84,9 +74,9 @@ class Roster:
     ) -> Slot | None:
         """Return the sandbox at a position that a rollout should use, or None.
 
-        Idle sandboxes come first, and among them the rollout's own. A freezing sandbox is worth waiting for, whatever
-        its owner: once it is frozen, its state exists as a snapshot too. If the position's state is `shared`, it exists
-        elsewhere too, so other rollouts' sandboxes may be used. Those must be as old as the rollout expects: `fits`.
+        Idle sandboxes come first, and among them the rollout's own. A freezing one is worth waiting for, whatever its
+        owner: then its state is a snapshot too. Others' sandboxes may be used if the state is `shared`, and as old as
+        the rollout expects (`fits`).
         """
         here = self._by_position.get(position, ())
         alive = [s for s in here if _alive(s) and (s.owner == owner or fits(s))]
@@ -97,9 +87,8 @@ class Roster:
     def victim(self, now: float) -> Slot | None:
         """Return the idle sandbox to close first.
 
-        Irreplaceable ones come last. First come those without an owner, or with one that has moved on to another, the
-        one idle longest before others. Then comes the one that its rollout will need last, as far as `habits` tell: of
-        more rollouts than have room, those that have a sandbox keep it.
+        Irreplaceable ones come last. First come those without an owner, or whose owner has another, the longest idle
+        first; then the one that its rollout will need last, as far as `habits` tell.
         """
 
         def order(slot: Slot) -> tuple[bool, bool, float]:

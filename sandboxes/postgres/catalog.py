@@ -1,8 +1,7 @@
 """Queries of the system catalogs: digests of the schema, the sequences and the tables' rows, and counts of changes.
 
-An agent can make relations, functions and operators with any name, and decides by `search_path` which one a name means.
-So all queries here run under `plain`. The driver's other queries name everything with its schema.
-`sandboxes.postgres.digest` says which tables are read whole, and which are digested by their changes.
+An agent can make objects with any name, and decides by `search_path` which one a name means. So all queries here run
+under `plain`; the driver's other queries name everything with its schema.
 """
 
 import contextlib
@@ -29,11 +28,8 @@ SET LOCAL bytea_output = 'hex'; SET LOCAL extra_float_digits = 1; SET LOCAL lc_m
 SET LOCAL enable_seqscan = on; SET LOCAL enable_indexscan = off; SET LOCAL enable_indexonlyscan = off;
 SET LOCAL enable_bitmapscan = off; SET LOCAL enable_tidscan = off; SET LOCAL synchronize_seqscans = off;
 SET LOCAL max_parallel_workers_per_gather = 0"""
-"""Settings under which the driver reads, whatever the agent has set. They end with the transaction.
-
-They decide which objects a name means (temporary ones come last), which rows are shown and in which order, and how
-values are written.
-"""
+"""Settings under which the driver reads, whatever the agent has set. They end with the transaction. They decide which
+objects a name means (temporary ones come last), which rows are shown and in which order, and how values are written."""
 
 
 @contextlib.contextmanager
@@ -193,19 +189,15 @@ RowCounts = dict[str, tuple[int, ...]]
 
 
 def counts(connection: CatalogConnection) -> RowCounts:
-    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones.
-
-    The server accumulates counts over transactions until it reports them. Only the difference of two readings within
-    one transaction is meaningful.
-    """
+    """Return how many rows the session changed in user tables, in this transaction and perhaps in earlier ones."""
+    # The server accumulates counts over transactions until it reports them. Only the difference of two readings within
+    # one transaction is meaningful.
     return {str(row[0]): tuple(row[1:]) for row in connection.execute(_COUNTS)}
 
 
 def system_counts(connection: CatalogConnection) -> dict[str, int]:
-    """Return how many rows of each system table the session changed. As for `counts`, only differences are meaningful.
-
-    A change of these tables is one of the schema, unless they are all `STATISTICS`.
-    """
+    """Return how many rows of each system table the session changed. Only differences are meaningful."""
+    # A change of these tables is one of the schema, unless they are all `STATISTICS`.
     return {str(name): int(count) for name, count in connection.execute(_SYSTEM_COUNTS)}
 
 
@@ -263,11 +255,8 @@ _WRITE_OBJECTS = (
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
-    """Return the definitions of user objects that a statement may use without naming what they contain.
-
-    They are texts by the objects' names in lower case. `writing` includes what runs when a table is written to:
-    defaults, triggers and rules.
-    """
+    """Return the definitions of user objects that a statement may use without naming what they contain."""
+    # `writing` includes what runs when a table is written to: defaults, triggers and rules.
     texts: dict[str, str] = {}
     for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:
         for name, text in connection.execute(query):

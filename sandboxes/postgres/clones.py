@@ -1,16 +1,14 @@
 """Clones of frozen databases on a server: for reading, for writing, and ahead of use.
 
-Theory of operation. `CREATE DATABASE … TEMPLATE` copies a database on the server, but only one that has no sessions. So
-a state is a *template*: a database that accepts no connections and therefore can be cloned at any moment. There are
-three kinds of clone:
+Theory of operation. `CREATE DATABASE … TEMPLATE` copies only a database that has no sessions. So a state is a
+*template*: a database that accepts no connections and therefore can be cloned at any moment. There are three kinds of
+clone:
 
 1. One *reader* for each template, created at the first read. All sandboxes at that state read there, in read-only
    transactions that are rolled back.
 2. A *private clone* for each sandbox that writes. It belongs to that sandbox and its worker until the sandbox closes.
 3. *Spares*: private clones that wait for a sandbox. Each has a connected worker that has already read the catalogs,
    which takes longer than a first write.
-
-Everything that no call waits for (drops, spares) runs in the background. `idle` waits for it.
 """
 
 import asyncio
@@ -72,10 +70,7 @@ class Clones:
         self._open = True
 
     async def reader(self, template: Template) -> str:
-        """Return the name of a template's clone for reading. The first call creates it.
-
-        Raises SandboxError if the server failed, SpecError if it cannot be reached.
-        """
+        """Return the name of a template's clone for reading. The first call creates it."""
         async with template.creating:
             if not template.reader:
                 name = await template.server.clone(template.name, "read", template.settings)
@@ -88,11 +83,7 @@ class Clones:
         self._background.spawn("prepare reader", self._prepare(template))
 
     async def fork(self, template: Template) -> PrivateClone:
-        """Return a private clone: a spare, or a new one.
-
-        Raises the errors of `reader`, WorkerLostError if the worker that connects to the clone ended, and
-        WorkerStuckError if connecting took too long.
-        """
+        """Return a private clone: a spare, or a new one. Its worker may fail (WorkerLostError, WorkerStuckError)."""
         try:
             while template.spares:
                 spare = template.spares.popleft()

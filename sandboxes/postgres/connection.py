@@ -133,10 +133,7 @@ class PostgresLink:
     def send(
         self, text: str, call: PostgresCall, *, parameters: Any = None, single: bool = False, stop: bool = False
     ) -> PostgresOutcome:
-        """Run a text of the agent, of one or several statements, within the limits of its call.
-
-        `single` lets the server refuse several statements. `stop` cancels the statement when the result is full.
-        """
+        """Run a text of the agent within its call's limits. `single`: one statement; `stop`: ends at a full result."""
         statement = Statement(self.connection.pgconn, call.rows(), until=call.until, stop_when_full=stop)
         outcome = statement.run(text, parameters, single=single)
         # A read is rolled back.
@@ -170,10 +167,7 @@ class PostgresLink:
         return [self._types[oid] for oid in oids]
 
     def read(self, text: str, call: PostgresCall, parameters: Any = None) -> PostgresOutcome:
-        """Run a statement in a read-only transaction, and roll it back.
-
-        Raises WriteAttemptError if the server refuses the statement, or if it did more than read.
-        """
+        """Run a statement in a read-only transaction and roll it back; WriteAttemptError if it did more than read."""
         self.connection.execute("BEGIN READ ONLY")
         try:
             outcome = self.send(text, call, parameters=parameters, single=True, stop=True)
@@ -206,10 +200,8 @@ class PostgresLink:
         self.connection.execute("RESET ROLE")
 
     def session(self) -> tuple[str, bool]:
-        """Describe the session state (empty if there is none), and say whether there are temporary objects.
-
-        In a failed transaction the server does not tell of temporary objects.
-        """
+        """Describe the session state (empty if there is none), and say whether there are temporary objects."""
+        # In a failed transaction the server does not tell of temporary objects.
         if self.status == pq.TransactionStatus.INERROR:
             return "a transaction that failed", False
         *parts, temporary = self.query_row(_SESSION)
@@ -246,10 +238,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, b
 
 
 def parameters_of(call: PostgresCall) -> list[bytes | None] | None:
-    """Return a call's parameters in the server's text form; None if it has none.
-
-    Raises ValueError if a value cannot be a parameter, or the parameters are named.
-    """
+    """Return a call's parameters in the server's text form; None if it has none. ValueError: one cannot be passed."""
     params = call.arguments.get("params")
     if params is None:
         return None

@@ -3,16 +3,14 @@
 Theory of operation. Two states with equal digests share recorded results, so unequal content must give unequal digests.
 Reading everything after each statement would be too slow, so tables are treated by size:
 
-1. *Small tables* (`catalog.SMALL_BYTES`) are read whole after each change. The digest depends on the content only, and
-   undoing a change gives the earlier digest.
+1. *Small tables* (`catalog.SMALL_BYTES`) are read whole after each change. The digest depends on the content only.
 2. *Large tables* share one `chain`: a hash of their initial content, extended by what each transaction did: the rows
-   that it wrote, and the statement if rows are gone. The digest depends on history: equal statements give equal
-   digests, but an undone change does not. That costs a hit, never a wrong one.
+   that it wrote, and the statement if rows are gone. It depends on history: an undone change costs a hit.
 3. A table that was once large stays in the chain. Moving it back would make its history disappear.
 4. The schema and the sequences are read from the catalogs.
 
-Each small table has two digests: in physical order, which statements without ORDER BY can see, and in any order. They
-give the two parts of a `StateDigest`: exact and content.
+Each small table has two digests, the two parts of a `StateDigest`: in physical order, which statements without ORDER BY
+can see (exact), and in any order (content).
 """
 
 import hashlib
@@ -83,11 +81,10 @@ def after_transaction(
     schema: bool,
     statement: str,
 ) -> DatabaseDigest:
-    """Return the digest that a transaction will leave when it commits. It is complete, but still open.
+    """Return the digest that a complete, still open transaction will leave when it commits.
 
-    `changed` has the size and the numbers of inserted, updated and deleted rows of each table. `schema` says whether
-    the transaction changed system tables too. `statement` names the call with its parameters, and stands for changes of
-    large tables that their rows do not show.
+    `changed` has the size and the numbers of inserted, updated and deleted rows of each table. `statement` names the
+    call with its parameters, and stands for changes of large tables that their rows do not show.
     """
     if schema:
         return _read_again(connection, before, statement, changed, transaction)
@@ -106,10 +103,7 @@ def after_transaction(
 def after_unobserved(
     connection: CatalogConnection, before: DatabaseDigest, statement: str, *, large: bool
 ) -> DatabaseDigest:
-    """Return the digest after transactions whose changes were not observed.
-
-    `large` says that large tables may have changed; the text of the statement then stands for the change.
-    """
+    """Return the digest after unobserved transactions; the statement's text stands for changes of `large` tables."""
     return _read_again(connection, before, statement if large else "", {}, None)
 
 
@@ -136,7 +130,6 @@ def _fold(
     connection: CatalogConnection, before: DatabaseDigest, statement: str, table: str, counts: tuple[int, ...],
     transaction: int | None,
 ) -> list[Any]:  # fmt: skip
-    """Return what a transaction did to a large table, and its content if it was a small one before."""
     size, inserted, *replaced = counts
     read = transaction is not None and size <= catalog.MAX_BYTES
     rows = catalog.rows_since(connection, table, transaction) if read and transaction is not None else ""

@@ -44,8 +44,8 @@ class PostgresDriver:
     """The driver for PostgreSQL databases.
 
     The names of all roles and databases that an instance creates on a server begin with the instance's own prefix.
-    `instance.json` in the data directory keeps that prefix, the password of the logins, and the templates on
-    each server, so that a restarted instance finds its states and drops everything else with its prefix.
+    `instance.json` keeps that prefix, the logins' password and the templates, so that a restarted instance finds its
+    states and drops the rest.
     """
 
     name = "postgres"
@@ -67,11 +67,7 @@ class PostgresDriver:
     # -- lifetime ----------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Take the data directory, start the workers, and clean up after a killed instance.
-
-        A server that cannot be reached now is cleaned up at the next start. Raises SandboxError if another process uses
-        this data directory, or if no worker can be started.
-        """
+        """Take the data directory, start the workers, and clean up after a killed instance on servers within reach."""
         self._ownership.acquire()
         try:
             self._instance = self._load_instance()
@@ -157,7 +153,7 @@ class PostgresDriver:
     # -- root states -------------------------------------------------------------------------------------------------
 
     async def identity(self, spec: EnvironmentSpec) -> str:
-        """Return the identity of a spec. 1 ms if its sources are unchanged; else each is cloned and read once."""
+        """Return the identity of a spec: quickly if its sources are unchanged; else each is cloned and read once."""
         digest = hashlib.blake2b(f"postgres\0{VERSION}".encode(), digest_size=32)
         for name, database in sorted(spec.databases.items()):
             root = await self._root(database)
@@ -165,7 +161,6 @@ class PostgresDriver:
         return digest.hexdigest()
 
     async def _root(self, database: Database) -> RootDatabase:
-        """Return the root state of a source database as it is now."""
         assert database.dsn is not None
         assert isinstance(database.source, str)
         server, source = self._server(database.dsn), database.source
@@ -212,10 +207,7 @@ class PostgresDriver:
         return self._adopt(spec, positions)
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> PostgresSandbox:
-        """Start a sandbox at a frozen state.
-
-        Its first read or write creates a clone. Raises StateGoneError if a template is gone.
-        """
+        """Start a sandbox at a frozen state; its first read or write creates a clone."""
         positions = {}
         for name, part in frozen.payload["places"].items():
             template = self._templates.get(part)
@@ -233,7 +225,6 @@ class PostgresDriver:
         return sandbox
 
     async def _save(self, position: DatabasePosition) -> Template:
-        """Copy a private clone into a new template."""
         origin, clone = position.template, position.clone
         assert clone is not None
         name = await origin.server.clone(clone.database, "state", origin.settings)

@@ -198,7 +198,6 @@ class PrivateDatabase:
         return facts, answer_of(self.link, outcome, call)
 
     def _write(self, call: PostgresCall, parameters: Any, name: str) -> PostgresOutcome:
-        """Run a text as one transaction. `name` names the call in digests."""
         connection = self.link.connection
         connection.execute("BEGIN")
         # The counters include earlier transactions. Their value now is the baseline of this one.
@@ -247,7 +246,6 @@ class PrivateDatabase:
         transaction: int,
         name: str,
     ) -> None:
-        """Compute the digest of what our transaction changed, and commit it."""
         connection = self.link.connection
         try:
             # Check deferred constraints now: their triggers may change rows, which must be counted.
@@ -357,7 +355,6 @@ class PrivateDatabase:
             self.digest = DatabaseDigest.from_json(self.digest.to_json() | {"sequences": now})
 
     def _reassess(self, statement: str, *, large: bool) -> None:
-        """Compute the digest after a text whose changes were not observed."""
         connection = self.link.connection
         with catalog.plain(connection):
             self.digest = digests.after_unobserved(connection, self.digest, statement, large=large)
@@ -369,7 +366,6 @@ def _begins(tags: list[str]) -> bool:
 
 
 def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCounts:
-    """Return the tables whose counts changed between two readings, with the differences."""
     changed = {}
     for table, (size, *rows) in now.items():
         earlier = before.get(table, (0, 0, 0, 0))[1:]

@@ -59,10 +59,7 @@ class PostgresSandbox:
         save: Callable[[DatabasePosition], Awaitable[Template]],
         on_close: Callable[["PostgresSandbox"], None],
     ) -> None:
-        """Create a sandbox that starts at these positions.
-
-        `save` copies a private clone into a new template. `on_close` is called once when the sandbox closes.
-        """
+        """Create a sandbox; `save` copies a private clone into a template, `on_close` is called once at the close."""
         self.id, self.positions = name, positions
         self._spec, self._clones, self._worker_pool = spec, clones, worker_pool
         self._save, self._on_close = save, on_close
@@ -96,7 +93,6 @@ class PostgresSandbox:
             raise
 
     async def _read(self, position: DatabasePosition, call: ToolCall) -> Execution | None:
-        """Run a call on the state's shared reader; None if it needs a private clone."""
         database = await self._clones.reader(position.template)
         request = self._request(call, position.template.server.agent_dsn(database))
         async with self._worker_pool.reader() as worker:
@@ -161,10 +157,9 @@ class PostgresSandbox:
     def _aborted(
         self, position: DatabasePosition, call: ToolCall, error: WorkerStuckError | WorkerLostError | ServerLimitError
     ) -> Execution:
-        """Return the result of a statement that ended its session. Raises SandboxError if it is not to blame.
+        """Return the result of a statement that ended its session; SandboxError if it is not to blame."""
+        # The session's changes are lost: the server rolls them back, or the clone is dropped with them.
 
-        The session's changes are lost: the server rolls them back, or the clone is dropped with them.
-        """
         # "crashed" counts as out of memory: a C library may crash when it cannot allocate.
         if isinstance(error, WorkerLostError) and error.cause not in ("memory", "crashed"):
             self._why_dead = str(error)
@@ -206,10 +201,7 @@ class PostgresSandbox:
         return digest.digest()
 
     async def freeze(self) -> FrozenState:
-        """Save the state of every database as a template on the server.
-
-        Raises NotFreezableError if there is session state.
-        """
+        """Save the state of every database as a template on the server, unless there is session state."""
         if self._why_dead:
             raise SandboxError(f"sandbox {self.id} is dead: {self._why_dead}")
         if self._has_session:

@@ -48,17 +48,16 @@ class SequenceUse:
         return cls(**value)
 
     def __bool__(self) -> bool:
-        """Return whether anything was used."""
         return bool(self.values or self.last or not self.restorable)
 
 
 def observe(
     connection: CatalogConnection, before: SequenceUse, text: str, sequences: Collection[str], changed: Collection[str]
 ) -> SequenceUse:
-    """Return what the session knows of sequences after a call. No transaction may be open.
+    """Return what the session knows of sequences after a call; no transaction may be open.
 
-    `text` is the call's text and all that it may run. `sequences` are names of sequences that the session may have
-    used, without quotes, and `changed` those of them whose next value the call changed.
+    `text` is the call's text and all that it may run. `sequences` are unquoted names that the session may have used,
+    and `changed` those of them whose next value the call changed.
     """
     at: dict[str, int | None] = dict(connection.execute(_AT, (list(sequences),)).fetchall())
     moved = {name for (name,) in connection.execute(_AT.replace(", last_value", ""), (list(changed),))}
@@ -88,7 +87,6 @@ _HIDDEN = _Hidden()
 
 
 def _value(connection: CatalogConnection, query: str, *parameters: str) -> int | _Hidden | None:
-    """Return a value of the session; None if it has none."""
     try:
         return int(connection.execute(query, parameters).fetchone()[0])
     except psycopg.Error as error:

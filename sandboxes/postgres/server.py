@@ -1,10 +1,7 @@
 """The administrator's connection to a PostgreSQL server: creates, clones and drops databases.
 
-Statements of agents never run here. They run in workers, as a role without privileges.
-
-Theory of operation. Roles belong to the server and not to a database, so a role that all agents shared would join their
-sandboxes: its password could be changed by each of them, its sessions ended and read, its databases dropped. So there
-are two kinds of roles:
+Theory of operation. Statements of agents run in workers, as a role without privileges. Roles belong to the server and
+not to a database, so a role that all agents shared would join their sandboxes. So there are two kinds of roles:
 
 1. The *agents' role* owns the objects in all clones, so that their owners have the same name everywhere. Nobody can log
    in as it, so its password and settings mean nothing.
@@ -51,10 +48,7 @@ class DatabaseSettings:
 
 
 class PostgresServer:
-    """One PostgreSQL server. The administrator connects with `dsn`.
-
-    The names of all roles and databases that this instance creates begin with `prefix`.
-    """
+    """One PostgreSQL server, by the administrator's `dsn`. Names of our roles and databases begin with `prefix`."""
 
     def __init__(self, dsn: str, prefix: str, password: str) -> None:
         self.dsn, self.prefix, self._password = dsn, prefix, password
@@ -109,10 +103,7 @@ class PostgresServer:
         return self._connection
 
     async def connect(self, database: str | None = None) -> psycopg.AsyncConnection[Any]:
-        """Open a new connection of the administrator: to a database, else to the one that the DSN names.
-
-        Raises SpecError if the server cannot be reached with the DSN.
-        """
+        """Open a new connection of the administrator: to a database, else to the one that the DSN names."""
         try:
             more = {"dbname": database} if database else {}
             dsn = make_conninfo(self.dsn, connect_timeout=CONNECT_S, application_name="forkpoint", **more)
@@ -127,7 +118,6 @@ class PostgresServer:
         return connection
 
     async def _make_role(self, connection: psycopg.AsyncConnection[Any]) -> None:
-        """Create the role that agents' statements run as."""
         role = sql.Identifier(self.agent)
         try:
             exists = await (await connection.execute(_ROLE_EXISTS, (self.agent,))).fetchone()
@@ -157,12 +147,7 @@ class PostgresServer:
         return [str(row[0]) for row in rows]
 
     async def clone(self, source: str, kind: str, settings: DatabaseSettings) -> str:
-        """Clone a database that has no sessions, give the clone settings, and return its name.
-
-        `kind` becomes part of the name: root, state, read, fork or spare. Agents never connect to the first two. Raises
-        SpecError if the source does not exist or has sessions, and SandboxError if the server failed, for example
-        because its disk is full.
-        """
+        """Clone a database without sessions and return its name, with `kind`: root, state, read, fork or spare."""
         name = f"{self.prefix}_{kind}_{secrets.token_hex(6)}"
         command = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source))
         async with self._copying:
@@ -175,10 +160,8 @@ class PostgresServer:
         return name
 
     async def admit(self, database: str) -> None:
-        """Before a connection, give a clone a login that only it accepts, or make the login as it was.
-
-        An agent can change the password and the settings of its own login.
-        """
+        """Before a connection, give a clone a login that only it accepts, or make the login as it was."""
+        # An agent can change the password and the settings of its own login.
         login, agent = sql.Identifier(database), sql.Identifier(self.agent)
         # Never the agents' role: a transaction of an agent that changes it would hold up everybody.
         statements = [sql.SQL("ALTER ROLE {} RESET ALL").format(login)]

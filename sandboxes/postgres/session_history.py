@@ -1,7 +1,7 @@
 """What a session keeps and no catalog shows: it is named by the statements that may have changed it (pure).
 
-Theory of operation. `PostgresLink.session` describes what the server shows of a session. It does not show four things.
-Each of them is named by a list of statements with their parameters, so that equal histories have equal names:
+Theory of operation. `PostgresLink.session` does not show four things. Each of them is named by a list of statements
+with their parameters, so that equal histories have equal names:
 
 1. *Settings without a row in `pg_settings`* (`UNSHOWN`): custom ones (`SET app.user = 'x'`), the seed of `random`, and
    those that the driver sets itself. They last as long as the session: a custom setting is empty after a reset.
@@ -22,11 +22,9 @@ UNSHOWN = re.compile(
     r"""|(?:"[^"]*"|[\w$\x80-\U0010ffff]+)\s*(?:\.|/\*|--))|\bu&\"""",
     re.IGNORECASE,
 )
-"""Matches statements that may set what `pg_settings` does not show. `RESET app.user` defines the setting, too.
-
-Behind a comment, in a text that is put together while it runs, and in an identifier with escapes (`U&"..."`), there may
-be any name. A false match costs a replay. Words of which a text is put together in pieces (`'SE' || 'T'`) do not match.
-"""
+"""Matches statements that may set what `pg_settings` does not show. `RESET app.user` defines the setting, too. Behind a
+comment, in a text that is put together while it runs, and in an identifier with escapes (`U&"..."`), there may be any
+name. A false match costs a replay. Words of which a text is put together in pieces (`'SE' || 'T'`) do not match."""
 HELD = re.compile(r"\b(?:lo_open|lo_creat|lo_lseek\w*|lo_close|loread|lowrite)\b", re.IGNORECASE)
 """Matches what opens, moves or closes a large object's descriptor, which lasts until the transaction ends."""
 _RESETS = re.compile(r"\b(?:reset|discard)\b", re.IGNORECASE)
@@ -52,10 +50,7 @@ class SessionHistory:
         return bool(self.settings or self.temporary)
 
     def note_settings(self, text: str, meaning: str) -> bool:
-        """Note a statement that may have set something, or drawn a random number after a seed; return whether it may.
-
-        `meaning` is the statement with all that it may run.
-        """
+        """Note a statement that may set something, or draw a random number after a seed; return whether it may."""
         draws = self.seeded and VOLATILE.search(meaning) is not None
         resets = self.settings and _RESETS.search(meaning) is not None
         if not (draws or resets or UNSHOWN.search(meaning)):
@@ -65,7 +60,7 @@ class SessionHistory:
         return True
 
     def note_shaped(self, text: str | None, session: str, *, temporary: bool) -> str:
-        """Note a call in a session that decides what names mean, and return all such calls; empty if there are none.
+        """Note a call in a session that decides what names mean, and return all such calls, or empty if there are none.
 
         Temporary objects and `search_path` decide, and DISCARD ends both. Equal content does not make the state after
         such a session an earlier one: the calls become part of the state's name. `text` is None for a call that read.

@@ -62,10 +62,8 @@ BEGIN
 END
 $body$
 """
-"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed.
-
-The schema `public` belongs to the owner of the database since PostgreSQL 15. Before that everybody could create in it.
-"""
+"""Gives all objects that users created to the agents' role. Foreign tables lead outside the server and are closed. The
+schema `public` belongs to the owner of the database since PostgreSQL 15. Before that everybody could create in it."""
 
 
 async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
@@ -80,13 +78,10 @@ async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
 
 
 async def fingerprint_of(server: PostgresServer, source: str) -> str:
-    """Return a value that changes whenever the content of a database does, and sometimes otherwise.
-
-    The server's counters of changed rows lag behind: a session reports its changes late, but before it leaves
-    `pg_stat_activity` (since PostgreSQL 15; half a second after in earlier versions). Therefore the sessions, and what
-    they did last, are part of the value, and they are read before the counters. Raises SpecError if the database does
-    not exist, or the server cannot be reached.
-    """
+    """Return a value that changes whenever the content of a database does, and sometimes otherwise."""
+    # A session reports its changes late, but before it leaves `pg_stat_activity` (half a second after, before
+    # PostgreSQL 15). So the sessions, and what they did last, are part of the value, and they are read before the
+    # counters of changed rows.
     sessions = await server.rows(
         "SELECT pid, backend_start, state_change, query_start FROM pg_catalog.pg_stat_activity "
         "WHERE datname = %s AND pid <> pg_backend_pid() ORDER BY pid",

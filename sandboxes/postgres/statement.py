@@ -1,7 +1,7 @@
 """One statement sent to the server, and its result read within limits of time and size.
 
-The result is read in chunks of rows, in the server's text form: no value is changed, and no large result is held in
-memory. libpq's asynchronous interface is used directly, because a statement must be cancelled while it runs.
+The result is read in chunks of rows, in the server's text form: no value changes, and memory stays small. libpq's
+asynchronous interface is used directly, because a statement must be cancelled while it runs.
 """
 
 import contextlib
@@ -33,11 +33,7 @@ ServerLossCause = Literal["timeout", "memory", "connection"]
 
 
 class PostgresServerLostError(RuntimeError):
-    """The connection is unusable.
-
-    "timeout": the server does not cancel a statement. "memory": the client library has none left. "connection": the
-    server ended the session.
-    """
+    """The connection is unusable: "timeout" (no cancellation), "memory" (of the client library) or "connection"."""
 
     def __init__(self, cause: ServerLossCause, message: str) -> None:
         super().__init__(message)
@@ -61,20 +57,14 @@ class Statement:
     """Sends one text and reads all its results."""
 
     def __init__(self, connection: pq.abc.PGconn, rows: RowCollector, *, until: float, stop_when_full: bool) -> None:
-        """Prepare a statement with a deadline (a value of `time.monotonic`).
-
-        `stop_when_full` cancels it when the result is full, and is for statements that only read.
-        """
+        """Prepare a statement with a monotonic deadline; `stop_when_full` is for statements that only read."""
         self._connection, self._until, self._stop = connection, until, stop_when_full
         self._outcome = PostgresOutcome(rows)
         self._full = self._open = self._timed_out = False
         self._discarded, self._tag = 0, b""
 
     def run(self, text: str, parameters: Sequence[bytes | None] | None, *, single: bool) -> PostgresOutcome:
-        """Run a text of one or several statements; `single` lets the server refuse several.
-
-        The parameters are in the server's text form. Raises PostgresServerLostError if the connection is unusable.
-        """
+        """Run a text of one or several statements; `single` lets the server refuse several."""
         try:
             # The extended protocol accepts one statement only; the simple one accepts several.
             if single or parameters is not None:

@@ -1,8 +1,4 @@
-"""Values in PostgreSQL's text form, as JSON and back without loss (pure).
-
-The server's text form carries every value. Python's types do not: they lack infinite dates, years before Christ, and
-some precisions.
-"""
+"""Values in PostgreSQL's text form, which carries every value, as JSON and back without loss (pure)."""
 
 from collections.abc import Callable
 
@@ -18,11 +14,7 @@ _TAGGED = {
 
 
 def reader_of(oid: int) -> Callable[[str], Value]:
-    """Return the function that converts the text of a column with a type's object id into a JSON value.
-
-    Integers, finite floats, booleans and text are JSON values. Decimals, dates and the like are tagged values. All
-    other types (arrays, ranges, enums) keep the server's text.
-    """
+    """Return the function that converts a column's text into JSON: numbers, booleans, tagged values, or text."""
     if oid in _INTEGERS:
         return int
     if oid in _FLOATS:
@@ -42,10 +34,7 @@ def _bytes(text: str) -> Value:
 
 
 def parameter(value: Value) -> bytes | None:
-    """Convert a value of a call's `params` into the server's text form; None is NULL.
-
-    Raises ValueError if it cannot be one.
-    """
+    """Convert a value of a call's `params` into the server's text form; None is NULL. ValueError: it has none."""
     match decode(value):
         case None:
             return None

@@ -1,23 +1,18 @@
 """Volatile and session-bound statements, recognised by the names that they contain (pure).
 
 Theory of operation. A result that depends on the clock, on random numbers or on the identity of a clone must not be
-shared. PostgreSQL does not report such use, so the text is searched for names:
-
-1. The text of a statement is extended by the definitions of all functions, views, triggers and defaults whose names
-   occur in it, transitively (`reach`). What a statement hides in a function is therefore seen.
-2. The extended text is searched, strings and comments included. A false match costs a miss and never a wrong hit, so
-   every doubtful case counts as a match.
-3. Whether a statement writes is never decided here. The server decides that, by refusing it in a read-only transaction.
+shared. PostgreSQL does not report such use, so the text is searched for names, strings and comments included, after it
+was extended by the definitions of all functions, views, triggers and defaults whose names occur in it (`reach`). A
+false match costs a miss and never a wrong hit. Whether a statement writes is decided by the server, in a read-only
+transaction.
 """
 
 import re
 from collections.abc import Mapping
 
 _PARENTHESIS = r"""["\s]*(?:\(|/\*|--)"""
-"""What follows the name of a function: its arguments, or a comment, behind which they may be.
-
-Comments nest, and an expression that looks behind them takes time that is exponential in their number.
-"""
+"""What follows the name of a function: its arguments, or a comment, behind which they may be. Comments nest, and an
+expression that looks behind them takes time that is exponential in their number."""
 _FUNCTIONS = (
     "now clock_timestamp statement_timestamp transaction_timestamp timeofday age random random_normal gen_random_uuid "
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "
@@ -54,11 +49,9 @@ SESSION = re.compile(
 UPKEEP = re.compile(
     r"(?:\A|[;'$]|\*/|--[^\n]*\n|\b(?:begin|then|else|loop)\b)\s*(?:vacuum|analy[sz]e|cluster|reindex)\b", re.IGNORECASE
 )
-"""Matches statements that change where later rows go or which plans are chosen, and none of the schema or rows.
-
-A read-only transaction accepts some of them, and its rollback does not undo them. EXPLAIN ANALYZE does not match. A
-text that is put together while it runs matches `SESSION`, by its EXECUTE.
-"""
+"""Matches statements that change where later rows go or which plans are chosen, and none of the schema or rows. A
+read-only transaction accepts some of them, and its rollback does not undo them. EXPLAIN ANALYZE does not match. A text
+that is put together while it runs matches `SESSION`, by its EXECUTE."""
 
 CURSOR = re.compile(r"\b(?:fetch|move|close)\b", re.IGNORECASE)
 """Matches statements that move a cursor, which no rollback moves back."""
@@ -68,10 +61,7 @@ _NAME = re.compile(r"[a-z_\x80-\U0010ffff][\w$\x80-\U0010ffff]*", re.IGNORECASE)
 
 
 def reach(sql: str, definitions: Mapping[str, str]) -> str:
-    """Return a text together with the definitions of all objects that it may use, directly or not.
-
-    The definitions of functions, views, triggers and defaults are given by name in lower case.
-    """
+    """Return a text with the definitions, by lower-case name, of all objects that it may use, directly or not."""
     texts, seen, pending = [sql], set[str](), [sql]
     while pending:
         for name in {match.lower() for match in _NAME.findall(pending.pop())} & definitions.keys() - seen:

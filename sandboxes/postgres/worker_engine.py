@@ -1,7 +1,6 @@
 """PostgreSQL in a worker: read-only connections to shared databases, or the private database of one sandbox.
 
-The server reports what a call changed: by the transaction id that it assigned, its counters of changed rows, and its
-sequences. No statement is parsed to find out.
+Transaction id, counters of changed rows and sequences tell what a call changed; no statement is parsed to find out.
 """
 
 import time
@@ -39,11 +38,7 @@ def make_engine() -> "PostgresEngine":
 
 
 class PostgresEngine:
-    """The worker engine of the `postgres` driver (`sandboxes.workers.engine.WorkerEngine`).
-
-    A shared worker stays connected to the databases that it used last. A dedicated worker has one connection, and keeps
-    the digest of its database.
-    """
+    """The worker engine of the `postgres` driver: connected to the databases used last or, if dedicated, to its own."""
 
     def __init__(self) -> None:
         self._links: OrderedDict[str, PostgresLink] = OrderedDict()
@@ -100,7 +95,6 @@ class PostgresEngine:
 
 
 def _read(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, bytes]:
-    """Run a call on a shared database. Raises WriteAttemptError if it needs a private one."""
     try:
         return answer_reading(link, call)
     except WriteAttemptError:

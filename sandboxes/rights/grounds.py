@@ -85,7 +85,6 @@ class Grounds:
             raise _refused("a namespace")
 
     def _is_sandbox(self, pid: int, mounts: os.stat_result | None = None) -> bool:
-        """Return whether a child has a mount namespace of its own, and the one that is given."""
         if (child := self._children.get(pid)) is None:
             return False
         try:

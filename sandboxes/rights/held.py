@@ -1,8 +1,8 @@
 """Whether this process has root's rights over the files of sandboxes.
 
-A proxy that is root has them. A proxy of another user has them beside a launcher that is root (`LAUNCHER`), if it holds
-the capabilities of `NEEDED`. In both cases root in a sandbox is the machine's root, and files have the machine's
-owners. Without them sandboxes are in a user namespace, and all files belong to the proxy's user.
+A proxy that is root has them, as has one of another user beside a launcher that is root (`LAUNCHER`), with the
+capabilities of `NEEDED`: root in a sandbox is then the machine's root. Without them sandboxes are in a user namespace,
+and all files belong to the proxy's user.
 """
 
 import os
@@ -40,7 +40,7 @@ def over_files() -> bool:
 
 
 def give_to_root(tree: Path) -> None:
-    """Give root what this process has made of a tree that is the machine's root's to a sandbox. 5 us an entry."""
+    """Give root what this process has made of a tree that is the machine's root's to a sandbox."""
     if (own := os.geteuid()) == 0 or not over_files():
         return
     for path in (tree, *tree.rglob("*")):

@@ -1,7 +1,7 @@
 """A launcher that is root, for a proxy that is not: `forkpoint launcher` starts one for each that asks at a socket.
 
-Only one user may ask, and only the kernel says who asks (unix(7), SO_PEERCRED). What a launcher then does for the proxy
-is bounded by `grounds`. The proxy's end is `ipc.launched_process`.
+Only one user may ask, as the kernel identifies it (unix(7), SO_PEERCRED), and `grounds` bounds what the launcher does.
+The proxy's end is `ipc.launched_process`.
 """
 
 import contextlib
@@ -65,7 +65,6 @@ def serve(listening: socket.socket, uid: int, folder: str) -> NoReturn:
 
 
 def _answer(client: socket.socket, uid: int, folder: str) -> None:
-    """Start a launcher for one proxy, and give it the launcher's process descriptor."""
     if _CREDENTIALS.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1] != uid:
         return
     request, fds = receive(client, _MOST_ARGUMENTS_BYTES)
@@ -89,10 +88,9 @@ def _answer(client: socket.socket, uid: int, folder: str) -> None:
 
 
 def run_beside(program: list[str], uid: int, gid: int, listening: socket.socket, folder: str) -> NoReturn:
-    """Serve in a child of this process, which executes a program as a user with the rights that a proxy needs.
+    """Serve in a child of this process, which becomes a program of a user with the rights that a proxy needs."""
+    # So a container's first process is the proxy: it gets the signals, and its exit code is the container's.
 
-    So a container's first process is the proxy: it gets the signals, and its exit code is the container's.
-    """
     # What a unit gives its proxy, and what the proxy could not give itself afterwards.
     cgroups.make_writable()
     if os.fork() == 0:

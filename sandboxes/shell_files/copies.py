@@ -50,19 +50,14 @@ class NoShellFilesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ShellFiles:
-    """The copies.
+    """The copies."""
 
-    Attributes:
-        folder: The directory of `files` and `empty`.
-        digest: A digest of the copies, which a checkpoint names.
-    """
-
-    folder: str
-    digest: str
+    folder: str  # The directory of `files` and `empty`.
+    digest: str  # A digest of the copies, which a checkpoint names.
 
 
 def made_or_none(folder: Path) -> ShellFiles | None:
-    """Make the copies anew; None if that is impossible. 10 ms."""
+    """Make the copies anew; None if that is impossible."""
     try:
         return make(folder)
     except NoShellFilesError as error:
@@ -75,16 +70,7 @@ def made_or_none(folder: Path) -> ShellFiles | None:
 
 
 def make(folder: Path, library: Path = Path(spawn.ANCHOR), root: str = "/") -> ShellFiles:
-    """Make the files anew, in `files` below a folder; `empty` beside it is empty. 10 ms.
-
-    Args:
-        folder: It is made anew.
-        library: What `anchor.c` was compiled into.
-        root: The directory whose bash is copied.
-
-    Raises:
-        NoShellFilesError: They cannot be made here. The folder is then missing or of no use.
-    """
+    """Make the files anew, in `files` below a folder; `empty` beside it is empty. NoShellFilesError if impossible."""
     shutil.rmtree(folder, ignore_errors=True)
     try:
         with Opened(os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as top:
@@ -112,11 +98,6 @@ def make(folder: Path, library: Path = Path(spawn.ANCHOR), root: str = "/") -> S
 
 
 def _copies(root: int) -> dict[str, bytes]:
-    """Return the copies by name.
-
-    Raises:
-        MalformedError, OSError: They cannot be made.
-    """
     bash = _content(root, spawn.BASH)
     program, cache = read_program(bash), _content(root, _CACHE)
     copies = {
@@ -149,7 +130,6 @@ def _without_preloads(loader: bytes) -> bytes:
 
 
 def _content(root: int, path: str) -> bytes:
-    """Return the content of a file within a base."""
     how = kernel.open_how(os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC, kernel.RESOLVE_IN_ROOT)
     with Opened(kernel.openat2(root, os.fsencode(path), how)) as fd, os.fdopen(os.dup(fd), "rb") as file:
         status = os.fstat(fd)

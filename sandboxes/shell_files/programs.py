@@ -1,7 +1,7 @@
 """What is loaded together with a program: its loader, and the libraries that it needs (pure).
 
-The programs and the cache are of a base, so they are data of a stranger: whatever they hold, `MalformedError` is raised
-or something is returned. Only 64-bit programs of this machine's byte order are read (elf(5)).
+The programs and the cache are a base's, so data of a stranger: `MalformedError` is raised or something returned,
+whatever they hold. Only 64-bit programs of this machine's byte order are read (elf(5)).
 """
 
 import struct
@@ -35,30 +35,15 @@ class MalformedError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program or a library.
+    """A program or a library."""
 
-    Attributes:
-        machine: The number of its kind of processor.
-        loader: The path of its loader; empty for a library.
-        loader_at: Where in the file that path begins, and how many bytes it may have, with its NUL.
-        needed: The names of the libraries that it needs.
-    """
-
-    machine: int
-    loader: str
-    loader_at: tuple[int, int]
-    needed: tuple[str, ...]
+    machine: int  # The number of its kind of processor.
+    loader: str  # The path of its loader; empty for a library.
+    loader_at: tuple[int, int]  # Where in the file that path begins, and how many bytes it may have, with its NUL.
+    needed: tuple[str, ...]  # The names of the libraries that it needs.
 
     def with_loader(self, content: bytes, loader: str) -> bytes:
-        """Return the program with another loader.
-
-        Args:
-            content: The program's file.
-            loader: The path.
-
-        Raises:
-            MalformedError: The program names no loader, or one whose path is shorter.
-        """
+        """Return a program's file with another loader, whose path must not be longer."""
         at, room = self.loader_at
         if len(loader) >= room:
             raise MalformedError("it names no loader, or one whose path is too short")
@@ -66,11 +51,7 @@ class Program:
 
 
 def read_program(content: bytes) -> Program:
-    """Return what the file of a program says.
-
-    Raises:
-        MalformedError: It is no such program, or it names directories of libraries itself.
-    """
+    """Return what a program's file says; MalformedError also if it names directories of libraries itself."""
     if not content.startswith(_BEGIN) or len(content) < _HEADER.size:
         raise MalformedError("it is no 64-bit program of this byte order")
     machine, first, size, count = _HEADER.unpack_from(content)
@@ -88,13 +69,7 @@ def read_program(content: bytes) -> Program:
 
 
 def _needed(content: bytes, dynamic: bytes, places: list[tuple[int, int, int]]) -> tuple[str, ...]:
-    """Return the libraries that a dynamic section names.
-
-    Args:
-        content: The whole file.
-        dynamic: The section.
-        places: The address, the place in the file and the length of what is loaded.
-    """
+    """Return the libraries that a dynamic section names; `places` are address, offset and length of what is loaded."""
     names, strings = list[int](), -1
     if len(dynamic) > _MAX_TAGS * _TAG.size:
         raise MalformedError("it has too many tags")
@@ -113,11 +88,7 @@ def _needed(content: bytes, dynamic: bytes, places: list[tuple[int, int, int]]) 
 
 
 def library_path(cache: bytes, name: str, machine: int) -> str:
-    """Return where a loader finds a library by /etc/ld.so.cache.
-
-    Raises:
-        MalformedError: The cache does not say, or says that it depends on the processor.
-    """
+    """Return where a loader finds a library by /etc/ld.so.cache, or raise MalformedError."""
     if not cache.startswith(_CACHE_BEGIN) or len(cache) < _CACHE_HEADER.size:
         raise MalformedError("the loader's cache has an unknown form")
     (count,) = _CACHE_HEADER.unpack_from(cache)
@@ -141,7 +112,6 @@ def _part(content: bytes, begin: int, length: int) -> bytes:
 
 
 def _text(content: bytes, begin: int) -> str:
-    """Return the text at a place, which ends with NUL."""
     end = content.find(b"\0", begin, begin + _MAX_TEXT_BYTES)
     if not 0 <= begin < len(content) or end < 0:
         raise MalformedError("a name in it does not end")

@@ -8,7 +8,7 @@ Row = tuple[Hashable, ...]
 
 
 def judge(rows: Sequence[Row], gold: Sequence[Row], *, ordered: bool) -> dict[str, Any]:
-    """Compare the rows of a query with those of the gold query: `match`, `why` (empty on a match), and both counts.
+    """Compare rows with the gold query's: `match`, `why` (empty on a match), and both counts.
 
     Column names do not count. 1 and 1.0 are the same value, as in every SQL engine; '1' is another one. Without
     `ordered`, the rows are compared as multisets.

@@ -1,8 +1,7 @@
 """JSON bytes of SQL results, equal in every process (pure).
 
-Workers and the guest both answer SQL calls, and equal answers must be equal bytes. The guest loads only the standard
-library, so one encoder of our own serves both. Answers that earlier versions recorded were written by orjson, and a
-replay compares answers, so this encoder writes floats in the form of orjson 3.13. That form differs from Python's:
+Workers and the guest, which loads only the standard library, must answer with equal bytes, also as replays of answers
+that orjson wrote in earlier versions. So floats have the form of orjson 3.13, which differs from Python's:
 
 - An exponent has no leading zero: `1e-7`, where Python writes `1e-07`.
 - A magnitude from 1e-5 up to 1e-4 has no exponent: `0.00001`.

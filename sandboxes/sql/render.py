@@ -1,8 +1,7 @@
 """Text formats for rows, as SQL agents read them (pure).
 
-The format `skyrl` is that of SkyRL-SQL's environment: the text of a pandas data frame, cut to 50 rows if all of them
-need more than 9,000 characters. Unlike that environment, this module keeps column names, equal rows and the engine's
-order of rows.
+The format `skyrl` is that of SkyRL-SQL's environment: the text of a pandas data frame, cut to 50 rows above 9,000
+characters. Unlike that environment, this module keeps column names, equal rows and the engine's order of rows.
 """
 
 import math
@@ -67,7 +66,6 @@ def _cell(value: Value) -> str:
 
 
 def _numeric(rows: Rows, column: int) -> bool:
-    """Return whether a column contains numbers, and nothing else but NULL."""
     values = [row[column] for row in rows if row[column] is not None]
     return bool(values) and all(
         (isinstance(v, int | float) and not isinstance(v, bool)) or (isinstance(v, dict) and v.keys() <= _NUMBERS)
@@ -111,7 +109,6 @@ def _frame(columns: Sequence[str], rows: Rows) -> str:
 
 
 def _column(values: list[Any]) -> tuple[list[str], bool]:
-    """Return a column's cells as pandas shows them, and whether pandas treats the column as numbers."""
     numbers = [v for v in values if v is not None]
     if not numbers or not all(isinstance(v, int | float) and not isinstance(v, bool) for v in numbers):
         return [str(v) for v in values], False
@@ -123,11 +120,7 @@ def _column(values: list[Any]) -> tuple[list[str], bool]:
 
 
 def _floats(values: list[float]) -> list[str]:
-    """Format a column of floats as pandas does (`FloatArrayFormatter`, pandas 2.2).
-
-    The whole column has one notation: six digits after the point without common trailing zeros, or exponents if a
-    value would show no digit or a large value would be too long.
-    """
+    """Format a column of floats in one notation as pandas does (`FloatArrayFormatter`, pandas 2.2)."""
     finite = [v for v in values if math.isfinite(v)]
     fixed = [f"{v:.{_DIGITS}f}" for v in finite]
     long = max(map(len, fixed), default=0) > _DIGITS + 6

@@ -1,8 +1,7 @@
 """The JSON object that every tool of the sql endpoint returns (pure).
 
-Its members are `columns`, `rows`, `row_count`, `truncated` and `error`. `types` follows `columns` where the engine
-knows the types, and `text` replaces `rows` where the call named a text format. `compare` has members of its own. No
-member depends on the duration of a call: equal results are equal bytes.
+Its members are `columns`, `rows`, `row_count`, `truncated` and `error`; `types` follows `columns` where known, and
+`text` replaces `rows` in a text format. `compare` has members of its own. No member depends on the duration of a call.
 """
 
 import json
@@ -76,11 +75,7 @@ def success(
     types: Sequence[str] | None = None,
     changed: int | None = None,
 ) -> bytes:
-    """Encode the result of a statement that succeeded, as "json" or in a text format of `RENDERERS`.
-
-    A statement that returns no rows has no columns; `changed` is how many rows it changed, None if unknown. `types`
-    names the columns' types; None if the engine does not know them.
-    """
+    """Encode the result of a statement that succeeded, as "json" or in a text format of `RENDERERS`."""
     members: dict[str, Any] = {"columns": list(columns)}
     if types is not None:
         members["types"] = list(types)
@@ -109,10 +104,7 @@ def failure(error: Failure, *, shape: str = "json", sql: str = "") -> bytes:
 
 
 def comparison(rows: Mapping[str, Sequence[Row]], errors: Mapping[str, Failure | None], *, ordered: bool) -> bytes:
-    """Encode the result of `compare` for the queries `sql` and `gold`.
-
-    Their rows are not read if one of them failed.
-    """
+    """Encode the result of `compare` for the queries `sql` and `gold`; after an error no rows are read."""
     for name in ("sql", "gold"):
         failure = errors[name]
         if failure is not None:

@@ -1,8 +1,7 @@
 """Rules of SQLite's authorizer: what a statement does, and whether it is allowed (pure).
 
 SQLite calls the authorizer while it compiles a statement, once for each action of the statement and of the views,
-triggers and virtual tables that it uses (sqlite.org/c3ref/set_authorizer.html). No rule depends on the text of a
-statement.
+triggers and virtual tables that it uses (sqlite.org/c3ref/set_authorizer.html). No rule depends on a statement's text.
 """
 
 import sqlite3
@@ -24,10 +23,8 @@ SETTINGS = (
 )  # fmt: skip
 """Pragmas that change a setting of the connection. Without an argument they read it, except for the last one."""
 FILE_PRAGMAS = frozenset({"user_version", "application_id", "incremental_vacuum"})
-"""Pragmas that write to the database: always (the last one), or with an argument.
-
-`optimize` is not allowed. Its effect depends on earlier queries of the connection, which other rollouts never ran.
-"""
+"""Pragmas that write to the database: always (the last one), or with an argument. `optimize` is not allowed. Its effect
+depends on earlier queries of the connection, which other rollouts never ran."""
 VALUE_PRAGMAS = frozenset({
     "user_version", "application_id", "schema_version", "encoding", "page_count", "page_size", "freelist_count",
     "auto_vacuum", "data_version",
@@ -48,26 +45,17 @@ _CHANGES_ROWS = frozenset({sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3
 
 
 class Act(Enum):
-    """The kind of one action that a statement asks the authorizer for.
+    """The kind of one action that a statement asks the authorizer for."""
 
-    READ: it reads. ROWS: it inserts, updates or deletes rows, or a virtual table prepares to; a read-only connection
-    refuses the change itself when the statement runs. PRIVATE: it needs a private connection, because it defines
-    something, or changes the connection. SETTING: a pragma changes a setting of the connection. REFUSED: it is never
-    allowed.
-    """
-
-    READ = "read"
-    ROWS = "rows"
-    PRIVATE = "private"
-    SETTING = "setting"
-    REFUSED = "refused"
+    READ = "read"  # It reads.
+    ROWS = "rows"  # It changes rows, or a virtual table prepares to; a read-only connection refuses the change itself.
+    PRIVATE = "private"  # It needs a private connection, because it defines something, or changes the connection.
+    SETTING = "setting"  # A pragma changes a setting of the connection.
+    REFUSED = "refused"  # It is never allowed.
 
 
 def act_of(action: int, first: str | None, second: str | None) -> Act:
-    """Classify one action by SQLite's code and the third and fourth argument of the authorizer callback.
-
-    What these two mean depends on the action.
-    """
+    """Classify one action by its code and the third and fourth argument, whose meaning depends on the action."""
     if action in _READS:
         forbidden = (action == sqlite3.SQLITE_FUNCTION and str(second).lower() in REFUSED_FUNCTIONS) or (
             action == sqlite3.SQLITE_READ and str(first).lower() in HIDDEN_TABLES

@@ -28,10 +28,8 @@ _PIECE = re.compile(
     r"""|--[^\n]*|/\*.*?(?:\*/|\Z)|;""",
     re.DOTALL,
 )
-"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found.
-
-One that is not closed ends with the statement: each opening character is looked at once, so the time is linear.
-"""
+"""Matches a literal, a quoted name, a comment or a semicolon, so that only semicolons between them are found. One that
+is not closed ends with the statement: each opening character is looked at once, so the time is linear."""
 
 
 class StatementGuard:
@@ -45,11 +43,10 @@ class StatementGuard:
         self.begin(private=False)
 
     def begin(self, *, private: bool, compiling: bool = False) -> None:
-        """Start to guard a statement, and forget the one before.
+        """Start to guard a statement, and forget the one before."""
+        # private: the connection belongs to one rollout, so a statement may change it. compiling: the statement is only
+        # compiled (EXPLAIN); a pragma takes effect even then.
 
-        private: the connection belongs to one rollout, so a statement may change it. compiling: the statement is only
-        compiled (EXPLAIN); a pragma takes effect even then.
-        """
         # `refused` says why the statement is never allowed; empty if it is.
         self.private, self.compiling, self.refused = private, compiling, ""
         self.acts: set[Act] = set()  # What the statement needed the authorizer for.
@@ -109,10 +106,7 @@ class SqliteConnection:
     """A `sqlite3.Connection` with its guard, its limits, and the clock and random numbers of its worker."""
 
     def __init__(self, path: str, inputs: VolatileInputs) -> None:
-        """Open a database, by a URI filename (sqlite.org/uri.html), which also says whether it may be written.
-
-        Its statements see the clock and the random numbers of `inputs`.
-        """
+        """Open a database, by a URI filename (sqlite.org/uri.html), which also says whether it may be written."""
         self.guard = StatementGuard(inputs)
         # A cached statement is not compiled again, so the authorizer would not see it.
         self.raw = sqlite3.connect(path, uri=True, isolation_level=None, cached_statements=0)
@@ -133,10 +127,7 @@ class SqliteConnection:
 
     @contextmanager
     def within(self, deadline: float, *, private: bool, compiling: bool = False) -> Iterator[StatementGuard]:
-        """Guard the statements of a block, and interrupt them at a deadline (a value of `time.monotonic`).
-
-        For the two flags see `StatementGuard.begin`.
-        """
+        """Guard the statements of a block (`StatementGuard.begin`), and interrupt them at a monotonic deadline."""
         self.raw.set_progress_handler(lambda: time.monotonic() > deadline, _CHECK_EVERY)
         self.guard.begin(private=private, compiling=compiling)
         try:
@@ -146,13 +137,7 @@ class SqliteConnection:
             self.raw.set_progress_handler(None, 0)
 
     def run(self, sql: str, params: Any, rows: RowCollector) -> SqliteOutcome:
-        """Run one statement in a block of `within`; `rows` receives its rows.
-
-        A failure is an outcome, not an exception.
-
-        `params` is a list, a dictionary of named parameters, or None. Raises MemoryError if the engine could not
-        allocate memory.
-        """
+        """Run one statement in a block of `within`; `rows` receives its rows. A failure is an outcome, no exception."""
         outcome = SqliteOutcome(rows=rows)
         before = self.raw.total_changes
         try:
@@ -170,11 +155,9 @@ class SqliteConnection:
         return outcome
 
     def _changes_since(self, total: int) -> int:
-        """Return the rows that the last statement changed, if `total_changes` was `total` before it.
-
-        `Cursor.rowcount` counts those of statements that begin with INSERT, UPDATE, DELETE or REPLACE only. A statement
-        that changes no rows leaves `changes()` as it was.
-        """
+        """Return the rows that the last statement changed, if `total_changes` was `total` before it."""
+        # `Cursor.rowcount` counts those of statements that begin with INSERT, UPDATE, DELETE or REPLACE only. A
+        # statement that changes no rows leaves `changes()` as it was.
         if self.raw.total_changes == total:
             return 0
         with self.guard.off():
@@ -192,10 +175,8 @@ class SqliteConnection:
         return Failure(str(error), "sql", code)
 
     def has_session(self) -> bool:
-        """Return whether the connection holds session state.
-
-        That is a transaction, temporary objects, attached databases, or plans that no new connection would make.
-        """
+        """Return whether the connection holds session state."""
+        # That is a transaction, temporary objects, attached databases, or plans that no new connection would make.
         if self.raw.in_transaction or self.guard.plans_by_old_statistics:
             return True
         databases = [row[1] for row in self.raw.execute("PRAGMA database_list")]

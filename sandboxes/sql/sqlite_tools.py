@@ -116,7 +116,6 @@ class Tools:
         return ToolRun(results.comparison(rows, errors, ordered=arguments["ordered"]), acts, failure, reads_counters)
 
     def _catalogue(self, tool: str, table: str | None) -> ToolRun:
-        """Run `tables` or `schema` on the database's own catalogue, temporary objects included."""
         raw = self.connection.raw
         try:
             if tool == "tables":
@@ -138,5 +137,4 @@ class Tools:
 
 
 def _read_only(outcome: SqliteOutcome) -> bool:
-    """Return whether the engine refused a write because the connection is read-only."""
     return outcome.error is not None and str(outcome.error.code).startswith("SQLITE_READONLY")

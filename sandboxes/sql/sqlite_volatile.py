@@ -56,12 +56,7 @@ class VolatileInputs:
         self.sees_clock = self._replace_clock()
 
     def begin(self, frozen_ms: int | None, seed: bytes) -> None:
-        """Prepare for a statement.
-
-        `frozen_ms` is the time that the clock shows, since the Unix epoch; None for the real one.
-
-        If the clock is frozen, random numbers follow from the seed.
-        """
+        """Prepare for a statement; `frozen_ms` (Unix time) freezes the clock, and the seed decides random numbers."""
         self.used, self._frozen_ms, self._seed, self._block = False, frozen_ms, seed, 0
 
     def attach(self, connection: sqlite3.Connection) -> None:

@@ -24,10 +24,7 @@ TEXTUAL = frozenset({"decimal", "date", "time", "timestamp", "interval", "uuid",
 
 
 def encode(value: Any) -> Value:
-    """Encode a value that an engine returned; other types raise TypeError.
-
-    `bytes` are a blob; a tagged value stays as it is.
-    """
+    """Encode a value that an engine returned (`bytes` are a blob); other types raise TypeError."""
     match value:
         case float() if not math.isfinite(value):
             return {"float": "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"}
@@ -49,10 +46,7 @@ def encode_text(data: bytes) -> Value:
 
 
 def decode(value: Value) -> str | int | float | bytes | bool | None:
-    """Decode a parameter into the value that an engine takes. Dates, decimals and the like become their text.
-
-    Raises ValueError if the value cannot be a parameter. The message lists what can.
-    """
+    """Decode a parameter into the value that an engine takes, dates and decimals as text, or raise ValueError."""
     if not isinstance(value, dict):
         return value
     if len(value) == 1:

@@ -1,7 +1,4 @@
-"""Builders of a root state's database, in a worker: from a script, from CSV, or from a copied file.
-
-The clock and the random numbers are frozen meanwhile, so that the same source gives the same bytes.
-"""
+"""Builders of a root state's database, in a worker, with frozen inputs: from a script, from CSV, or a copied file."""
 
 import codecs
 import csv
@@ -50,10 +47,7 @@ def build_script(path: Path, script: str, inputs: VolatileInputs) -> None:
 
 
 def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> None:
-    """Add a table to the database at path, with column names from the first row and types from the values.
-
-    Raises BuildError if the data is not CSV, or a row has more or fewer fields than the first.
-    """
+    """Add a table to the database at path, with column names from the first row and types from the values."""
     columns, rows = _read_csv(data)
     kinds = [_kind(rows, n) for n in range(len(columns))]
     connection = _new(path, inputs)
@@ -74,10 +68,7 @@ def build_csv(path: Path, table: str, data: bytes, inputs: VolatileInputs) -> No
 
 
 def settle(path: Path, inputs: VolatileInputs) -> None:
-    """Merge the journals of the database at path into it, and check the database.
-
-    Raises BuildError if the file is not a database, or is damaged.
-    """
+    """Merge the journals of the database at path into it, and check the database."""
     connection = SqliteConnection(path.as_uri(), inputs)
     try:
         raw = connection.raw

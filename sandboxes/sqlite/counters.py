@@ -27,10 +27,7 @@ UNTOUCHED = RowCounters()
 
 
 def prime(connection: sqlite3.Connection, target: RowCounters) -> None:
-    """Set the counters of a new connection, by changing rows of a temporary database in memory.
-
-    SQLite has no other way to set them.
-    """
+    """Set the counters of a new connection, by changing rows of a temporary database: there is no other way."""
     if target == UNTOUCHED:
         return
     run = connection.execute

@@ -88,10 +88,7 @@ class SandboxDatabase:
         return visible_digest(self.state, self.witness)
 
     async def run(self, call: ToolCall) -> CallOutcome:
-        """Run a call: on a shared worker if possible, else on the fork.
-
-        Raises SandboxError if a worker or the machine failed.
-        """
+        """Run a call: on a shared worker if possible, else on the fork."""
         began = time.perf_counter()
         try:
             # A read of a table ends this setting for its connection, which rollouts share.
@@ -104,10 +101,7 @@ class SandboxDatabase:
             return error.outcome(call, time.perf_counter() - began)
 
     async def freeze(self) -> tuple[DatabaseState, int]:
-        """Save the state and return it, with the bytes that it added to the disk.
-
-        Raises NotFreezableError if a transaction is open, or there are temporary tables.
-        """
+        """Save the state and return it, with the bytes that it added to the disk, unless there is session state."""
         if self.witness:
             raise NotFreezableError(
                 "the rollout's SQL session holds a transaction, temporary tables or attached databases"
@@ -139,7 +133,6 @@ class SandboxDatabase:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def _read(self, call: ToolCall) -> CallOutcome | None:
-        """Run a call on a shared worker; None if it needs a fork."""
         state = self.state
         location = SharedState(
             f"{state.part} {orjson.dumps(state.settings).decode()}", str(self._store.path(state.part)), state.frames,
@@ -163,7 +156,6 @@ class SandboxDatabase:
         raise AssertionError("the last attempt returns or raises")
 
     async def _write(self, call: ToolCall, *, retry: bool = True) -> CallOutcome:
-        """Run a call on the fork."""
         new = self._fork is None
         worker, to_open = await self._dedicated_worker()
         before, session = self.state, self.witness
@@ -204,7 +196,6 @@ class SandboxDatabase:
     async def _advance(
         self, call: ToolCall, done: ToolDone, fork: ForkState, after: DatabaseState, *, new: bool
     ) -> Effect:
-        """Go to the state after a call, and return what the call changed."""
         before, session = self.state, self.witness
         effect = Effect.DATABASE if after.digest != before.digest else Effect.NONE
         if (after.counters, after.settings) != (before.counters, before.settings):
@@ -228,7 +219,6 @@ class SandboxDatabase:
         return effect
 
     async def _undo(self, fork: ForkState, session: bytes, *, new: bool) -> None:
-        """Restore the state before a call that must not have an effect."""
         state = self.state
         now = fork.digest, fork.counters, fork.settings, fork.frames
         same = now == (state.digest, state.counters, state.settings, state.frames)
@@ -248,11 +238,8 @@ class SandboxDatabase:
     # -- the fork ----------------------------------------------------------------------------------------------------
 
     async def _dedicated_worker(self) -> tuple[PooledWorker, OpenFork | None]:
-        """Return the worker of the fork, and the `open` request that it needs first; None if it has the fork open.
-
-        The fork and the worker are created if they are missing. Raises SandboxError if the session was lost with its
-        worker.
-        """
+        """Return the worker of the fork, and the `open` request that it needs first; None if it has the fork open."""
+        # The fork and the worker are created if they are missing.
         if self._worker is not None and self._worker.alive and self._opened:
             return self._worker, None
         if self.witness:
@@ -294,5 +281,4 @@ class SandboxDatabase:
 
 
 def _same_state(a: DatabaseState, b: DatabaseState) -> bool:
-    """Return whether two states have equal content, wherever their files are."""
     return (a.digest, a.counters, a.settings) == (b.digest, b.counters, b.settings)

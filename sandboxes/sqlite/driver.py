@@ -45,10 +45,7 @@ class SqliteDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Take the data directory. The first call that needs a worker starts the workers.
-
-        Raises SandboxError if another process uses this data directory.
-        """
+        """Take the data directory. The first call that needs a worker starts the workers."""
         self._ownership.acquire()
         await asyncio.to_thread(self.store.open)
         self._sources.open()
@@ -76,7 +73,7 @@ class SqliteDriver:
         return digest.hexdigest()
 
     async def start(self, spec: EnvironmentSpec) -> SqliteSandbox:
-        """Start a sandbox at the root state. 0.3 ms, without a process or a file."""
+        """Start a sandbox at the root state, without a process or a file."""
         parts: dict[str, str] = {}
         with self._sandboxes.holding(parts.values()):
             for name, database in spec.databases.items():

@@ -1,13 +1,11 @@
 """Second copies of a database file: the three methods, and which of them a directory supports.
 
-Theory of operation. A fork must cost the same for a large database as for a small one, so its file is not copied if
-the file system can avoid it:
+Theory of operation. A fork must cost the same for a large database as for a small one:
 
 1. *Reflink* (XFS, btrfs): the file system shares the blocks until one of the two files is written.
 2. *Link*: the fork is a second name (hard link) of the same file. All changes go to a write-ahead log beside it, never
-   into the shared file. This holds only as long as no checkpoint moves the log into the database.
-   Automatic checkpoints are off, but SQLite also runs one when the last connection closes. `hold` prevents that with
-   a lock that the checkpoint needs.
+   into the shared file, as long as no checkpoint moves the log into the database. Automatic checkpoints are off, and
+   `hold` prevents the one of the last connection's close, with a lock that it needs.
 3. *Copy*: all bytes are copied. This works everywhere.
 """
 
@@ -37,10 +35,7 @@ class Method(Enum):
 
 
 def clone(method: Method, source: Path, target: Path) -> None:
-    """Create `target` as a second copy of `source`. A linked copy must never be written: see `hold`.
-
-    Raises OSError if the file system does not support the method, or is full.
-    """
+    """Create `target` as a second copy of `source`. A linked copy must never be written: see `hold`."""
     match method:
         case Method.REFLINK:
             _reflink(source, target)
@@ -61,12 +56,9 @@ def best_copy(source: Path, target: Path, *, length: int | None = None) -> None:
 
 
 def hold(path: Path) -> int:
-    """Keep SQLite from writing a log into the database at `path`, until the returned descriptor is closed.
-
-    SQLite does that when the last connection closes, and needs an exclusive lock for it. A shared lock on the same
-    bytes rules the exclusive lock out. It belongs to the open file and not to the process, so it also works against
-    connections of this process.
-    """
+    """Keep SQLite from writing a log into the database at `path`, until the returned descriptor is closed."""
+    # SQLite does that when the last connection closes, with an exclusive lock. A shared lock on the same bytes rules it
+    # out, and works against this process too, because it belongs to the open file.
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, _SHARED_FIRST, _SHARED_SIZE, 0)
     try:

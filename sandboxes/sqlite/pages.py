@@ -41,11 +41,9 @@ class WalIndex:
 
     @classmethod
     def read(cls, fd: int) -> "WalIndex":
-        """Read the header from an open `-shm`, between transactions.
-
-        The caller must keep the descriptor open as long as the connection: when a process closes any descriptor of a
-        file, it loses all its POSIX locks on that file.
-        """
+        """Read the header from an open `-shm`, between transactions."""
+        # Keep the descriptor open as long as the connection: when a process closes any descriptor of a file, it loses
+        # all its POSIX locks on that file.
         data = os.pread(fd, _INDEX_HEADER.size, 0)
         if len(data) < _INDEX_HEADER.size:
             return cls(0, 0)

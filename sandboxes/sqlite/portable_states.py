@@ -48,10 +48,7 @@ class StatePorter:
     """A `Porter` of SQLite states."""
 
     def __init__(self, store: SqliteStore, holding: Holding, settings: frozenset[str]) -> None:
-        """Work on the states of one store, which may name these pragmas.
-
-        `holding` keeps states from being collected.
-        """
+        """Work on the states of a store, which may name these pragmas; `holding` keeps states from being collected."""
         self._store, self._holding, self._settings = store, holding, settings
 
     def carries(self, kind: str) -> bool:
@@ -132,7 +129,6 @@ class StateUnpacking:
             pages.close()
 
     def _is_plain(self, value: dict[str, Any]) -> bool:
-        """Return whether the members have the types that `DatabaseState.to_json` writes."""
         counters, settings = value["counters"], value["settings"]
         return (
             all(isinstance(value[name], str) for name in ("part", "base", "root"))
@@ -147,7 +143,6 @@ class StateUnpacking:
         )
 
     def _write(self, part: str, root: str) -> str:
-        """Write a state from its packed pages over a root; return its name here."""
         path, sha256 = self._waiting[part]
 
         def build(database: Path) -> tuple[int, bytes]:
@@ -186,10 +181,6 @@ def _packed(store: SqliteStore, part: str) -> Iterator[bytes]:
 
 
 def _unpacked(packed: BinaryIO, root: Path, database: Path) -> tuple[int, bytes]:
-    """Write packed pages as a log beside a copy of the root; return its frames and what `Pages.save` returns.
-
-    Raises NotPortableError if the pages are none of this root.
-    """
     head = packed.read(_HEAD.size)
     if len(head) < _HEAD.size:
         raise NotPortableError("it is truncated")
@@ -230,10 +221,7 @@ def _entries(packed: BinaryIO, size: int, count: int, entries: int) -> Iterator[
 
 
 def _write_log(log: BinaryIO, pages: Iterable[tuple[int, bytes]], frames: int, size: int, count: int) -> int:
-    """Write a log of one transaction with these pages (fileformat2.html, 4.1), and return the number of frames.
-
-    `size` is the page size in bytes, `count` how many pages the database has afterwards.
-    """
+    """Write a log of one transaction with these pages (fileformat2.html, 4.1); return its number of frames."""
     head = _LOG_HEAD.pack(_WAL_MAGIC, _WAL_VERSION, size, 0) + _SALTS
     sums = _checksum(head, (0, 0))
     log.write(head + _SUMS.pack(*sums))
@@ -246,7 +234,6 @@ def _write_log(log: BinaryIO, pages: Iterable[tuple[int, bytes]], frames: int, s
 
 
 def _checksum(data: bytes, sums: tuple[int, int]) -> tuple[int, int]:
-    """Return the running checksum of a log, over data of a multiple of 8 bytes."""
     first, second = sums
     for one, other in struct.iter_unpack("<II", data):
         first = (first + one + second) & 0xFFFFFFFF

@@ -51,11 +51,7 @@ class Sources:
             self._known = {key: (stamp, part) for key, stamp, part in orjson.loads(self._file.read_bytes())}
 
     async def part(self, source: str | Sequence[str], *, confined: bool = False) -> str:
-        """Return the name of a source's root state, and create the state if necessary.
-
-        `confined` allows only allowed sources. Raises SpecError if the source is missing, damaged, or none of the three
-        kinds, and SandboxError if the machine failed.
-        """
+        """Return the name of a source's root state, and create the state if necessary."""
         paths = [source] if isinstance(source, str) else list(source)
         key = "\0".join(paths)
         async with self._busy.setdefault(key, asyncio.Lock()):
@@ -74,7 +70,6 @@ class Sources:
             return part
 
     async def _is_whole(self, part: str) -> bool:
-        """Return whether a root state is there as it was written."""
         return part in self._store.intact or await asyncio.to_thread(self._store.read_whole, [part])
 
     async def _import(self, files: "list[_SourceFile]") -> tuple[SourceStamp, str]:
@@ -134,10 +129,7 @@ class Sources:
 
 
 def _files(paths: list[str]) -> list[Path]:
-    """Return the files that paths name. A directory stands for its CSV files, in the order of their names.
-
-    Raises SpecError if the files cannot make one database.
-    """
+    """Return the files that paths name. A directory stands for its CSV files, in the order of their names."""
     files = [Path(path) for path in paths]
     if len(files) == 1 and files[0].is_dir():
         files = sorted(files[0].glob("*.csv"))

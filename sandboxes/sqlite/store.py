@@ -35,9 +35,7 @@ _log = logging.getLogger(__name__)
 
 COMPACT_BYTES = 8 << 20
 """A longer log is written into a database file of its own when its state is frozen, if it exceeds half of its database.
-
-Every fork of a state copies its log, so long logs make forks slow; a new file costs disk space once.
-"""
+Every fork of a state copies its log, so long logs make forks slow; a new file costs disk space once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +144,8 @@ class SqliteStore:
                 raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
 
     def read_whole(self, parts: Iterable[str]) -> bool:
-        """Read states completely that this process has not read yet; return whether all are as they were written.
-
-        A damaged state is deleted. Blocking.
-        """
+        """Read states completely that this process has not read yet; return whether all are intact. Blocking."""
+        # A damaged state is deleted.
         with self._reading:
             return all(map(self._is_whole, parts))
 
@@ -170,10 +166,8 @@ class SqliteStore:
         return whole
 
     def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
-        """Save a fork as a state, and return it with the bytes that it adds to the disk.
-
-        The fork's worker must be between transactions. `pages` is the result of `Pages.save` for the content.
-        """
+        """Save a fork as a state, and return it with the bytes that it adds to the disk."""
+        # The fork's worker must be between transactions. `pages` is the result of `Pages.save` for the content.
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         size = page_size_of(fork.header())
         length = wal_bytes(state.frames, size)
@@ -205,11 +199,9 @@ class SqliteStore:
         return int(self._manifest(part)["frames"])
 
     def adopt_over(self, root: str, build: Callable[[Path], tuple[int, bytes]]) -> str:
-        """Add a state that shares its database file with a root state, and return its name.
-
-        `build` writes the log beside the database file that it is given; it returns the log's length in frames, and
-        what `Pages.save` returns for the state. If it fails, nothing stays.
-        """
+        """Add a state that shares its database file with a root state, and return its name."""
+        # `build` writes the log beside the database file that it is given; it returns the log's length in frames, and
+        # what `Pages.save` returns for the state. If it fails, nothing stays.
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         try:
             self._clone(self.path(root), folder / "db")
@@ -235,10 +227,7 @@ class SqliteStore:
     def _finish(
         self, folder: Path, part: str, *, frames: int, size_bytes: int, database: str, durable: bool = False
     ) -> None:
-        """Write the manifest of a state in its folder, and rename the folder to its name.
-
-        `database` is the digest of its database file. A durable state must outlive a loss of power.
-        """
+        """Write a state's manifest, and rename its folder; a durable state must outlive a loss of power."""
         status = (folder / "db").stat()
         log_bytes = wal_of(folder / "db").stat().st_size if frames else 0
         others = [path for path in (wal_of(folder / "db"), folder / "pages") if path.exists()]
@@ -266,10 +255,7 @@ class SqliteStore:
     # -- forks -------------------------------------------------------------------------------------------------------
 
     def fork(self, state: DatabaseState) -> "Fork":
-        """Create a fork of a state.
-
-        Raises StateGoneError if the state is gone or damaged, OSError if the disk is full.
-        """
+        """Create a fork of a state; StateGoneError if the state is gone or damaged."""
         self.check(state)
         folder = self.forks / secrets.token_hex(8)
         folder.mkdir()

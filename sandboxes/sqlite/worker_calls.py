@@ -56,7 +56,6 @@ class WorkerCalls:
     """Sends the calls of one sandbox to workers."""
 
     def __init__(self, spec: EnvironmentSpec, folder: Path) -> None:
-        """Create the sender, with a folder on the disk that the databases are on."""
         self._spec, self._folder = spec, folder
         self._limits = SetLimits(spec.limits.memory_mb, spec.limits.disk_mb)
 
@@ -69,11 +68,8 @@ class WorkerCalls:
         state: SharedState | None = None,
         fork: OpenFork | None = None,
     ) -> Envelope[ToolDone | StateGone]:
-        """Run a call in a worker, on a shared state or (None) on the fork, which is opened first if one is given.
-
-        The digest of the database's state seeds random numbers if the clock is frozen. Raises CallAbortedError if the
-        statement exceeded its time limit, WorkerLostError if the worker ended.
-        """
+        """Run a call in a worker, on a shared state or on the fork (None), which is opened first if one is given."""
+        # The digest of the database's state seeds random numbers if the clock is frozen.
         frozen_ms = self._spec.frozen_ms
         request = RunTool(
             call.tool, dict(call.arguments), self._spec.limits.output_bytes, frozen_ms,
@@ -94,10 +90,7 @@ class WorkerCalls:
         return SandboxError(str(error))
 
     async def check_disk(self, done: ToolDone) -> None:
-        """Raise SandboxError if a statement reached a limit because the machine's disk is full.
-
-        The agent's statement is not to blame then, so there is no result.
-        """
+        """Raise SandboxError if a statement met a limit because the disk is full: the agent is not to blame then."""
         if done.kind == "limit":
             disk = await asyncio.to_thread(os.statvfs, self._folder)
             if disk.f_bavail * disk.f_frsize < _RESERVE_BYTES:

@@ -1,15 +1,12 @@
 """SQLite in a worker: shared read-only connections, or the one connection of a sandbox that writes.
 
-Theory of operation. A worker is in one of two modes:
-
-1. *Shared.* Each request names a state. The worker opens the state's files read-only and keeps a few of them open. The
-   engine refuses every write, and the guard stops statements that need session state; the driver then runs the call
-   again on a fork.
-2. *Dedicated*, after an `open`. The worker owns a fork. After each call it reads the new frames of the log and reports
-   the digest of the database, so that the driver knows what the call changed.
+Theory of operation. A *shared* worker opens the state that a request names read-only, and keeps a few open. The engine
+refuses every write, and the guard stops statements that need session state; the driver then runs the call again on a
+fork. A *dedicated* worker, after an `open`, owns a fork. After each call it reads the new frames of the log and reports
+the digest.
 
 A state without a log never changes, so it is opened as immutable: SQLite then takes no locks and creates no files. The
-connection of a fork is never closed. Closing it would run a checkpoint; the process just ends.
+connection of a fork is never closed, which would run a checkpoint; the process just ends.
 """
 
 import functools
@@ -127,7 +124,6 @@ class SqliteEngine:
         return done, b"" if done.needs_private else tool_run.body
 
     def _connection(self, state: SharedState) -> SqliteConnection | StateGone:
-        """Return a shared connection to a state, or the reason why the state cannot be opened."""
         cached = self._shared.get(state.key)
         if cached is not None:
             self._shared.move_to_end(state.key)
@@ -150,11 +146,9 @@ class SqliteEngine:
         return connection
 
     def _close_logged(self) -> None:
-        """Close the open state that has a log, if any.
-
-        States of one root may be hard links of one file. SQLite identifies files by inode within a process, so it
-        would use one log for two such states.
-        """
+        """Close the open state that has a log, if any."""
+        # States of one root may be hard links of one file. SQLite identifies files by inode within a process, so it
+        # would use one log for two such states.
         connection = self._shared.pop(self._logged, None)
         if connection is not None:
             connection.close()
@@ -228,10 +222,7 @@ class ForkConnection:
         )  # fmt: skip
 
     def _atomic(self, tools: Tools, arguments: dict[str, Any]) -> tuple[ToolRun, bool]:
-        """Run a script so that a failure undoes it, and return its result.
-
-        The second value says that the script failed and left changes that only the driver can undo.
-        """
+        """Run a script so that a failure undoes it; return its result, and whether it left changes nevertheless."""
         raw = self._connection.raw
         before = (self._take_commits(), RowCounters.read(raw), self._connection.has_session())
         nested = raw.in_transaction
@@ -250,7 +241,6 @@ class ForkConnection:
         return tool_run, after != before or before[2]
 
     def _leave_savepoint(self, *, undo: bool) -> bool:
-        """Release the savepoint; return False if it no longer exists."""
         raw = self._connection.raw
         try:
             if undo:
@@ -261,7 +251,6 @@ class ForkConnection:
         return True
 
     def _take_commits(self) -> int:
-        """Apply new frames of the log to `pages`, and return the log's length in frames."""
         # The index shows committed frames only. An open transaction may have written more.
         index = WalIndex.read(self._index)
         if index.frames != self._frames:

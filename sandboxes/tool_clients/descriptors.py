@@ -5,10 +5,7 @@ import os
 
 
 async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
-    """Write all data to a non-blocking descriptor.
-
-    Raises OSError if the other end is closed, TimeoutError if it read nothing for `timeout_s`.
-    """
+    """Write all data to a non-blocking descriptor; TimeoutError if the other end read nothing for `timeout_s`."""
     # A view, because slices of bytes would copy the rest after each part that a pipe takes.
     view = memoryview(data)
     while view:

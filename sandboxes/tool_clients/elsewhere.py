@@ -1,7 +1,4 @@
-"""Requests to servers outside the sandboxes, each over a connection of its own.
-
-So bytes that a server sends behind a response answer no other call.
-"""
+"""Requests to servers outside the sandboxes, each over its own connection: bytes behind a response answer no other."""
 
 import functools
 import ssl

@@ -1,14 +1,10 @@
 """The model of a harness, as the harness sees it: a turn takes one response in and the next requests out.
 
-Theory of operation:
-
-1. A harness is an agent that runs in the sandbox by itself. Of all that it does, only its requests to the model leave
-   the sandbox: over the relay (`harness_relay`), which carries the bytes of a loopback port.
-2. A turn begins with a response and ends once a request of the harness is here as a whole, or the harness has ended. If
-   other requests wait already, it ends at once: the harness goes on in the turn that answers the next of them.
-3. At its end the relay pauses, and no request is here in part. So all that the harness has said is in recorded answers,
-   and all else is in the sandbox.
-4. Each response ends its connection. So no connection is in use between turns but by requests that wait.
+Theory of operation. A harness is an agent that runs in the sandbox by itself. Only its requests to the model leave it,
+over the relay (`harness_relay`). A turn begins with a response and ends once a request of the harness is here as a
+whole, or the harness has ended; if other requests wait already, it ends at once. At its end the relay pauses, and no
+request is here in part: all that the harness said is in recorded answers, and all else is in the sandbox. Each response
+ends its connection.
 """
 
 import base64
@@ -88,10 +84,7 @@ class Begin:
 
     @classmethod
     def of(cls, harness: Harness, arguments: Mapping[str, Any]) -> "Begin":
-        """Return what a start runs: the spec's command and variables, unless its arguments have others (pure).
-
-        In the variables, {model} stands for the URL of the model.
-        """
+        """Return the command and variables of a start (pure); {model} in a variable stands for the model's URL."""
         url = f"http://127.0.0.1:{harness.port}"
         variables = {**harness.env, **arguments.get("env", {})}
         env = {name: value.replace("{model}", url) for name, value in variables.items()}
@@ -117,7 +110,7 @@ class ModelPort:
             os.close(fd)
 
     async def turn(self, begin: "Begin | Delivery | None", *, others_wait: bool = False) -> Turn:
-        """Start the harness, deliver a response, or do neither for None, and return what the harness then does.
+        """Start the harness, deliver a response, or (None) do neither; return what the harness then does.
 
         `others_wait` says that it waits for other responses, too. Raises MalformedResponseError if the relay or the
         harness sends what it must not, TimeoutError if the harness does nothing for too long.
@@ -217,8 +210,6 @@ class ModelPort:
 
 
 class _Arriving:
-    """A request that arrives over one connection."""
-
     def __init__(self) -> None:
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=_HEAD_BYTES)
         self._head: h11.Request | None = None
@@ -227,11 +218,9 @@ class _Arriving:
 
     @property
     def wants_to_go_on(self) -> bool:
-        """Whether the client waits for leave to send the body."""
         return self._parser.they_are_waiting_for_100_continue
 
     def feed(self, data: bytes) -> dict[str, Any] | None:
-        """Take bytes; return the request once it is whole. Raises MalformedResponseError if it is not HTTP."""
         if self.is_whole:
             raise MalformedResponseError("the harness sends a second request before it has the response to the first")
         try:

@@ -65,7 +65,6 @@ class HarnessRelay:
             )
 
     def _carry(self) -> None:
-        """Carry bytes in both directions until the proxy wants a pause."""
         self._selector.register(0, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         # Signals do not wake it: the end of the harness is seen a moment later.

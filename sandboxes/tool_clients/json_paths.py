@@ -19,11 +19,9 @@ def member(value: Any, path: str) -> Any:
 def renamed(
     value: dict[str, Any], paths: Iterable[str], before: str, after: str, *, whole: bool = False
 ) -> dict[str, Any]:
-    """Return a copy of a JSON object with a name replaced by another in the members at some dotted paths.
-
-    Texts and whole numbers are replaced. With `whole`, only members that equal `before` change, not members that
-    contain it.
-    """
+    """Return a copy of a JSON object with a name replaced by another in the members at some dotted paths."""
+    # Texts and whole numbers are replaced. With `whole`, only members that equal `before` change, not members that
+    # contain it.
     for path in paths:
         value = _replaced(value, path.split("."), before, after, whole=whole)
     return value

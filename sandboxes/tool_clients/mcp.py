@@ -1,11 +1,9 @@
 """MCP: JSON-RPC with a tool server, one request at a time, over either transport.
 
 Between a request and its response three kinds of messages may arrive, numbered in `McpConversation._receive`: the
-response, notifications, and reverse requests. A client that cancels gets what the server then answers. The server must
-answer within `CANCEL_S`, because a state with a request half done cannot be frozen.
-
-Requests carry a fixed id and a fixed progress token, so a server sees the same bytes whichever rollout asks. The
-official SDK numbers its requests, which is why it is not used here.
+response, notifications, and reverse requests. After a cancellation the server must answer within `CANCEL_S`, because a
+state with a request half done cannot be frozen. Requests carry a fixed id and progress token, so a server sees the same
+bytes whichever rollout asks; the official SDK numbers its requests, which is why it is not used here.
 """
 
 import asyncio
@@ -135,10 +133,7 @@ class McpConversation:
         self._transport.close()
 
     async def initialize(self, *, silence_s: float) -> None:
-        """Make the handshake, which also finds the revision that the server speaks; errors as for `request`.
-
-        A process is initialized once, right after its start. A restored process has the handshake behind it.
-        """
+        """Make the handshake, once right after a process's start; it finds the server's revision of the protocol."""
         self._transport.begin(VERSION)
         response = await self.request("initialize", HELLO, silence_s=silence_s)
         if "result" in response.payload:
@@ -157,7 +152,7 @@ class McpConversation:
     ) -> McpResponse:
         """Send a request and collect everything up to its response.
 
-        The listener gets the notifications while they arrive; a `Cancellable` one can cancel the request. Raises
+        The listener gets notifications while they arrive; a `Cancellable` one can cancel the request. Raises
         MalformedResponseError if the server breaks the protocol or sends too much, OSError if it closed the connection,
         and TimeoutError if it was silent for `silence_s`, or for `CANCEL_S` after the cancellation.
         """

@@ -1,14 +1,10 @@
 """MCP over HTTP: each message is a POST on a connection of its own, in either revision of the protocol.
 
 Theory of operation. The response to a POST is JSON, or a stream of server-sent events that ends with the JSON-RPC
-response; it may carry notifications and reverse requests before that. In the older revision a server may also use a
-stream of its own, opened by a GET. Tool calls listen there too, because a server that asks its client something there
-would otherwise wait for ever.
-
-The revision and the id of the session must survive between calls. They are kept with the server's process as a note, so
-a restored process comes with its note.
-
-Silence is measured between messages, not bytes: a server that only pings its stream is not working.
+response. In the older revision a server may also use a stream of its own, opened by a GET. Tool calls listen there too,
+because a server that asks its client something there would otherwise wait for ever. The revision and the session's id
+are kept with the server's process as a note, so a restored process has its own. Silence is measured between messages,
+not bytes.
 """
 
 import asyncio
@@ -51,11 +47,8 @@ class HttpTransport:
     revisions = (VERSION, MODERN)
 
     def __init__(self, url: str, first: socket.socket, connect: Connect, note: str, *, max_bytes: int) -> None:
-        """Take over a connection, for the first request; `connect` opens each further one.
-
-        `note` is the note of the last conversation with this process, empty if there was none. `max_bytes` limits the
-        response to one request.
-        """
+        """Take over a connection, for the first request; `connect` opens each further one."""
+        # `note` is the note of the last conversation with this process, empty if there was none.
         parts = urlsplit(url)
         self._host, self._target = parts.netloc, (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         # The supervisor connected when it made the server ready; using that connection saves a round trip.
@@ -179,8 +172,6 @@ class _Ignored(Listener):
 
 
 class _ResponseReader(Listener):
-    """Reads one HTTP response: a JSON-RPC response, or a stream of events that ends in one."""
-
     def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float) -> None:
         self.complete = False  # The JSON-RPC response has arrived.
         self._transport, self._receive, self._silence_s = transport, receive, silence_s
@@ -242,7 +233,6 @@ class _SideStreamReader(_ResponseReader):
     """Reads the session's own stream, of which only reverse requests matter: notifications there belong to no call."""
 
     def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float, opened: asyncio.Event) -> None:
-        """Read a stream; `opened` is set once the server streams."""
         super().__init__(transport, receive, silence_s)
         self._opened = opened
 

@@ -1,7 +1,7 @@
 """MCP over a server's stdin and stdout: one message per line.
 
-The pipes belong to the sandbox and outlive a conversation. A conversation that was cut off may have left half a line in
-them, so the first line of a later conversation may be the end of an older message and is skipped if it is not JSON.
+The pipes outlive a conversation, which may have left half a line in them when it was cut off. So the first line of a
+later one is skipped if it is not JSON.
 """
 
 import os
@@ -25,11 +25,9 @@ class StdioTransport:
     note = ""  # The pipes are the session, so there is nothing to remember.
 
     def __init__(self, fds: Sequence[int], *, max_bytes: int, fresh: bool) -> None:
-        """Take over the descriptors that lead to the server's stdin and from its stdout. `close` closes them.
+        """Take over the pipes to a server's stdin and from its stdout; `max_bytes` limits the whole conversation."""
+        # `fresh` says that the process has just started, so nothing can be left in the pipes.
 
-        `max_bytes` limits what the server may send in the whole conversation. `fresh` says that the process has just
-        started, so nothing can be left in the pipes.
-        """
         # A conversation that was cut off may have left the second half of a line in the pipe.
         self._may_be_half = not fresh
         self._write_fd, self._read_fd = fds[0], fds[1]

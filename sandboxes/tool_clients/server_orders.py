@@ -22,10 +22,7 @@ _MEMORY_BYTES = 1 << 20
 
 
 def order(name: str, spec: EnvironmentSpec, environment: Mapping[str, str]) -> ServerOrder:
-    """Return what a sandbox must know to start and to reach a tool server of the spec (pure).
-
-    The variables in `environment` give way to those of the spec and of the server.
-    """
+    """Return what starts and reaches a tool server of the spec (pure); its variables override `environment`."""
     server = spec.hosted[name]
     return ServerOrder(
         name=name,
@@ -65,10 +62,7 @@ def harness_order(spec: EnvironmentSpec, environment: Mapping[str, str]) -> Serv
 
 
 def request(call: ToolCall, port: int) -> bytes:
-    """Return the head of the request that a call makes to the server on a port (pure).
-
-    Raises SandboxError if the call has a part that no request may have. Dialects refuse such calls earlier.
-    """
+    """Return the head of the request that a call makes to the server on a port (pure)."""
     arguments = call.arguments
     # JSON has no tuples: headers come as lists of two.
     headers = ((name, value) for name, value in arguments["headers"])
@@ -91,17 +85,11 @@ def volatile(call: ToolCall) -> bool:
 
 
 class Spool(Listener):
-    """Keeps the response to a call while it arrives, and passes it on.
-
-    Memory stays constant: a response above 1 MB is spooled to a file, and one above the limit is dropped but still
-    passed on.
-    """
+    """Keeps the response to a call while it arrives, and passes it on, in constant memory: large ones go to a file."""
 
     def __init__(self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path) -> None:
-        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept.
-
-        The file in `folder` has no name and so leaves nothing behind after a crash.
-        """
+        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept."""
+        # The file in `folder` has no name and so leaves nothing behind after a crash.
         self._listener, self._max_bytes = listener, max_bytes
         # Without a name on disk, the file goes with its last descriptor, a killed process included.
         self._file = tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115 - see `close`
@@ -141,10 +129,7 @@ class Spool(Listener):
         return self._size <= self._max_bytes
 
     def result(self) -> ToolResult:
-        """Return the response as a result, with a Content-Length.
-
-        A body that was not kept is replaced by its size and digest, so that a replay can be compared with it.
-        """
+        """Return the response with a Content-Length; a body that was not kept is replaced by its size and digest."""
         if not self.whole:
             summary = {"size_bytes": self._size, "sha256": self._digest.hexdigest(), "status": self._status}
             return ToolResult(200, "application/vnd.forkpoint.unrecorded+json", orjson.dumps(summary))

@@ -3,14 +3,12 @@
 Theory of operation:
 
 1. Both ends of the TCP connection are in the sandbox. A shell opens it with bash's /dev/tcp, and two `cat` processes
-   carry its bytes to and from pipes of the proxy. A checkpoint therefore holds the whole connection, and a restored
-   server continues in the middle of it.
+   carry its bytes to and from pipes of the proxy. So a checkpoint holds the whole connection.
 2. The protocol machine is the library's sans-I/O `ClientProtocol`. It has no state that matters between messages, so
    after a restore a fresh machine in the state OPEN takes over.
 3. Servers ping their clients and close connections to silent ones. So the pipe is read between calls too, by a callback
    of the event loop that answers pings at once.
-4. Messages that arrive between calls wait, and become part of the next call's result. While some wait, the sandbox
-   cannot be frozen: they are in the proxy's memory and nowhere else.
+4. Messages that arrive between calls wait for the next call's result. While some wait, the sandbox cannot be frozen.
 """
 
 import asyncio
@@ -51,10 +49,7 @@ def is_message(call: ToolCall) -> bool:
 
 
 def carrier(call: ToolCall, order: ServerOrder) -> ServerOrder:
-    """Return the order of the processes that open a connection to a server and carry its bytes (pure).
-
-    Each connection has its own name in the sandbox.
-    """
+    """Return the order of the processes that carry a connection to a server, each with its own name (pure)."""
     # The last `exec` leaves two `cat` processes and no shell, which is all that a checkpoint has to hold.
     script = f"exec 5<>/dev/tcp/127.0.0.1/{order.port}; cat <&5 & exec cat >&5"
     # By target as well: two connections of one rollout may lead to two paths of one server.
@@ -83,11 +78,7 @@ class Socket:
     """The client's end of one connection."""
 
     def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, max_bytes: int, opened: bool) -> None:
-        """Take over the pipes of a connection, to the server and from it. `close` closes them.
-
-        `max_bytes` limits a message, and what is kept between two messages. `opened` says that the handshake was made
-        already: the connection comes from a checkpoint.
-        """
+        """Take over the pipes of a connection; `opened`: it comes from a checkpoint, with its handshake behind it."""
         self._write_fd, self._read_fd = fds
         self._max_bytes, self._received_bytes = max_bytes, 0
         path, _, query = call.arguments["target"].partition("?")
@@ -135,10 +126,7 @@ class Socket:
             self._arrived.set()
 
     async def shake_hands(self, call: ToolCall, *, silence_s: float) -> None:
-        """Make the handshake, with the headers and subprotocols of the client's own; errors as for `exchange`.
-
-        A server that refuses, or chose another subprotocol than the client was promised, raises MalformedResponseError.
-        """
+        """Make the handshake with the client's own headers and subprotocols; a refusal is MalformedResponseError."""
         request = self._protocol.connect()
         headers = [(name, value) for name, value in call.arguments["headers"]]
         for name, value in end_to_end(headers, without=_HANDSHAKE_HEADERS):
@@ -196,10 +184,6 @@ class Socket:
         return received
 
     async def _wait(self, within_s: float) -> None:
-        """Wait until something has arrived, or raise TimeoutError.
-
-        Raises MalformedResponseError if the connection has failed, so that nothing will arrive.
-        """
         # Checked before the event is cleared: `_read` may have failed since the last wait.
         if self._failure is not None:
             raise MalformedResponseError(self._failure)

@@ -1,8 +1,8 @@
-"""The `http` driver: its sandbox is a set of connections to servers elsewhere.
+"""The `http` driver: its sandbox is a set of connections to servers elsewhere, whose state cannot be seen or kept.
 
-Forkpoint can neither see nor keep the state of these servers. So a call is shared only if its response is known to come
-again: a stateless call, by a rule; or a call after one that opens a fresh session by a rule, so that the path of calls
-can be replayed in a session of its own. Every other call belongs to its rollout alone and leaves no trace in the tree.
+So a call is shared only if its response is known to come again: a stateless call, by a rule; or a call after one that
+opens a fresh session by a rule, so that the path of calls can be replayed in a session of its own. Every other call
+belongs to its rollout alone and leaves no trace in the tree.
 """
 
 import itertools

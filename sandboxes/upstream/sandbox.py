@@ -59,10 +59,7 @@ class HttpSandbox:
         self._sessions: dict[str, UpstreamSession] = {}
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
-        """Send a call to its server; the listener receives the response while it arrives.
-
-        Raises ServerError if the server failed, reports a failure, or cannot be reached.
-        """
+        """Send a call to its server; the listener receives the response while it arrives."""
         if not self.alive:
             raise SandboxError(f"connection {self.id} was closed")
         server = self._spec.upstreams.get(call.endpoint)
@@ -113,7 +110,6 @@ class HttpSandbox:
     async def _send(
         self, server: Upstream, call: ToolCall, session: UpstreamSession | None, listener: Listener | None
     ) -> tuple[ToolResult, bool]:
-        """Send a call; return its result, and whether the result is complete."""
         body = call.body if session is None else session.outgoing(call.body, call)
         content, length = _content(call, body)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
@@ -188,8 +184,6 @@ class _Answer(Listener):
 
 
 class _Unheard(Listener):
-    """Drops a response."""
-
     async def head(self, status: int, headers: Headers) -> None:  # noqa: ARG002 - the protocol has them
         raise _EnoughError
 
@@ -198,7 +192,6 @@ class _Unheard(Listener):
 
 
 def _content(call: ToolCall, body: bytes) -> tuple[bytes | AsyncIterator[bytes], int]:
-    """Return the body to send, which may be a file, and its length."""
     if "upload" not in call.arguments:
         return body, len(body)
     path = Path(call.arguments["upload"])
@@ -219,7 +212,6 @@ def _headers(call: ToolCall, session: UpstreamSession | None) -> list[tuple[str,
 
 
 def _is_stateless(call: ToolCall) -> bool:
-    """Return whether a rule says that a call's response depends on the call alone."""
     return bool(call.arguments.get("stateless")) or (
         call.arguments.get("effect") == "read" and not call.arguments.get("session")
     )

@@ -1,8 +1,7 @@
 """Sessions with servers elsewhere: their names in requests and responses, and their cookies (pure).
 
-Every rollout has its own session, with a name of its own. Records must not depend on it, so a session's name is
-replaced by `OUR_NAME` in what is recorded, and back again in what is sent. The dialect says which members of JSON
-bodies hold it.
+Every rollout has its own session. Records must not depend on its name, so that is `OUR_NAME` in what is recorded, and
+the real one in what is sent. The dialect says which members of JSON bodies hold it.
 """
 
 import secrets

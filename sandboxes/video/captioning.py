@@ -50,11 +50,9 @@ class Captioner:
     fresh: bool  # Ignore earlier answers of the model.
 
     async def describe(self, job: PreprocessJob, video: Reading, prefix: str) -> str:
-        """Make the part with the captions and return its name: the prefix, and a digest of the content.
-
-        The digest is there because a model may answer the same question differently later. After a ServerError, the
-        answers that came before it are in the memo and are not requested again.
-        """
+        """Make the part with the captions and return its name: the prefix, and a digest of the content."""
+        # The digest is there because a model may answer the same question differently later. After a ServerError, the
+        # answers that came before it are in the memo and are not requested again.
         segments, shown = await self._segments(video)
         captions = await self._captions(job, segments, shown)
         vectors = await self._vectors(job, [text for text, _ in captions], shown)
@@ -71,7 +69,6 @@ class Captioner:
         return self.spec.video.model
 
     async def _segments(self, video: Reading) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """Return all segments, and for each the picture that represents it."""
         segments: list[dict[str, Any]] = []
         shown: list[bytes] = []
         count = 1

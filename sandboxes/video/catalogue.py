@@ -64,10 +64,7 @@ class Contents:
                 write_whole(self._path, orjson.dumps([[path, *known] for path, known in list(self._known.items())]))
 
     def digest(self, path: Path, *, confined: bool) -> str:
-        """Return a file's digest; read the file if the digest is not known.
-
-        A confined path must be among the allowed sources.
-        """
+        """Return a file's digest; read the file if the digest is not known. A confined path must be allowed."""
         known = self.known(path)
         if known is None:
             stamp = stamp_of(path)
@@ -77,10 +74,7 @@ class Contents:
         return known
 
     def copy(self, path: Path, target: Path, max_bytes: int, *, confined: bool) -> str:
-        """Copy a file and return the digest of the copy.
-
-        Raises VideoError (`limit`) if the file is larger than `max_bytes`.
-        """
+        """Copy a file and return the digest of the copy; VideoError (`limit`) if it is larger than `max_bytes`."""
         stamp = stamp_of(path)
         if stamp[2] > max_bytes:
             raise VideoError(
@@ -111,11 +105,9 @@ def stamp_of(path: Path) -> FileStamp:
 
 
 async def catalogue_of(video: VideoTools, contents: Contents, *, confined: bool) -> Catalogue:
-    """Return the videos of a task. Raises SpecError if one cannot be read.
-
-    Files that are named one by one count by their content, so that tasks with equal videos share a tree. The files of a
-    directory count by name, size and time, because reading all of them would take long.
-    """
+    """Return the videos of a task."""
+    # Files that are named one by one count by their content, so that tasks with equal videos share a tree; a
+    # directory's count by name, size and time, because reading all would take long.
     try:
         return await asyncio.to_thread(_catalogue, video, contents, confined=confined)
     except OSError as error:

@@ -116,11 +116,7 @@ class VideoFile:
                 yield Picture(t, frame)
 
     def at(self, times: Sequence[float], info: dict[str, Any], shown: Callable[[Picture], Any]) -> list[Any]:
-        """Return what a function makes of the picture that is on screen at each of some times.
-
-        The times rise, in seconds after the first picture. A VideoError (`damaged`) says that nothing can be decoded at
-        one of them.
-        """
+        """Return what a function makes of the picture on screen at each of some rising times, in seconds."""
         gop_s = info["duration_s"] / max(1, info["key_frames"])
         gop, fps = info["frames"] / max(1, info["key_frames"]), info["frames"] / info["duration_s"]
         # Videos that an older version loaded have no such member.
@@ -145,11 +141,9 @@ class VideoFile:
         return results
 
     def _seek(self, t: float, here: float, gop_s: float) -> tuple[Iterator[Picture], Picture] | None:
-        """Return the pictures from a key picture at or before a time on, with that key picture.
-
-        None if no seek leads to a key picture between `here`, up to which the file was read, and `t`: going back
-        further saves nothing. The file then is where it was. `gop_s` is the mean length of a group of pictures.
-        """
+        """Return the pictures from a key picture at or before a time on, with that key picture."""
+        # None if no seek leads to a key picture between `here`, up to which the file was read, and `t`: going back
+        # further saves nothing. The file then is where it was.
         assert self._start_s is not None  # The first picture was decoded before.
         reading = ExitStack()
         container = reading.enter_context(opened(self._path))
@@ -194,10 +188,8 @@ class VideoFile:
 
 
 def sound(container: InputContainer, start_s: float) -> Iterator[tuple[int, NDArray[np.int16]]]:
-    """Yield the first sound track, mono at `SAMPLE_RATE`: pieces in order, each with the number of its first sample.
-
-    Sample 0 lies at `start_s`, the file's time of the first picture.
-    """
+    """Yield the first sound track, mono at `SAMPLE_RATE`: pieces in order, with the number of their first sample."""
+    # Sample 0 lies at `start_s`, the file's time of the first picture.
     stream = next(iter(container.streams.audio), None)
     if stream is None or stream.codec_context is None:
         return

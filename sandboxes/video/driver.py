@@ -51,10 +51,7 @@ class VideoDriver:
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Take the data directory.
-
-        Raises SandboxError if another process uses it. The first call that needs a worker starts them.
-        """
+        """Take the data directory. The first call that needs a worker starts the workers."""
         self._ownership.acquire()
         await asyncio.to_thread(shutil.rmtree, self._own, ignore_errors=True)
         await asyncio.to_thread(self.store.open)

@@ -1,7 +1,7 @@
 """The index of a prepared video, as files: `index.sqlite`, `frames.bin`, `times.npy`, `differences.npy`.
 
-One worker writes them once; then they are only read. Equal measurements give equal bytes. What a model wrote of the
-segments is in a folder of its own: `model.sqlite`, `texts.npy`, `images.npy`.
+Equal measurements give equal bytes, written once. What a model wrote of the segments is in a folder of its own:
+`model.sqlite`, `texts.npy`, `images.npy`.
 """
 
 import json
@@ -76,10 +76,7 @@ def write(folder: Path, measured: Measured) -> None:
 def write_model(
     folder: Path, captions: Sequence[str], objects: Sequence[Sequence[str]], vectors: dict[str, NDArray[np.float32]]
 ) -> None:
-    """Write the captions that a model made of the segments, and the objects that it saw in each.
-
-    `vectors` has the embeddings `texts` and `images`, with one row for each segment; each may be missing.
-    """
+    """Write a model's captions and objects by segment, and `vectors`: embeddings `texts` and `images`, if any."""
     names = sorted({name for each in objects for name in each})
     numbers = {name: n for n, name in enumerate(names)}
     pairs = sorted({(numbers[name], segment) for segment, each in enumerate(objects) for name in each})

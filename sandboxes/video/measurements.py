@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 SMALL = (64, 36)
 """Width and height at which pictures are compared. Each pixel is the mean of its area, so that moving edges count
-little.
-"""
+little."""
 CUT = 0.05
 """Difference of two pictures, 0 to 1, above which a cut may lie between them."""
 _OVER_MEDIAN = 8.0
@@ -71,9 +70,9 @@ def motion_word(motion: float) -> str:
 def cuts(times: Sequence[float], differences: NDArray[np.float32], threshold: float | None = None) -> list[float]:
     """Return the times at which shots begin, without the first shot.
 
-    A cut is a difference above a threshold. The default threshold is `CUT`, or eight times the median of the whole
-    video if that is more. (The median of the neighbourhood would miss cuts between lively shots.) A cut must also be
-    twice the differences just before it, which steady movement is not. A threshold of the agent's decides alone.
+    A cut is a difference above a threshold: `CUT`, or eight times the whole video's median if that is more. (The median
+    of the neighbourhood would miss cuts between lively shots.) It must also be twice the differences just before it,
+    which steady movement is not. A threshold of the agent's decides alone.
     """
     if len(differences) == 0:
         return []
@@ -146,18 +145,14 @@ def _db(amplitude: float) -> float:
 
 
 def seek_pays(ahead: float, mean_gop: float) -> bool:
-    """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it.
-
-    After a seek, half a group of pictures is decoded on average before the wanted one.
-    """
+    """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it."""
+    # After a seek, half a group of pictures is decoded on average before the wanted one.
     return ahead > max(1.0, mean_gop / 2)
 
 
 def overlay(luma: NDArray[np.uint8]) -> str | None:
-    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither.
-
-    Rows of text have two shades that are far apart and alternate often. The text itself is not read.
-    """
+    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither."""
+    # Rows of text have two shades that are far apart and alternate often. The text itself is not read.
     height, width = luma.shape
     rows = luma.astype(np.int16)
     dark, light = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)

@@ -1,14 +1,9 @@
 """Questions to models behind an OpenAI-compatible endpoint.
 
-Theory of operation. A question is the endpoint, the path and the request's JSON. Its answer comes from the first of
-these:
-
-1. the memo, which keeps answers across tasks and restarts;
-2. a request for the same question that is in flight already: its task is shared, and a caller that is cancelled leaves
-   it to the others;
-3. a new request. Busy and unreachable endpoints are tried three times.
-
-An answer of the wrong form is an error, and errors are not kept. A baseline (`fresh`) always makes a new request.
+Theory of operation. A question is the endpoint, the path and the request's JSON. Its answer comes from the memo, which
+keeps answers across tasks and restarts; or from a request for the same question that is in flight, whose task is
+shared; or from a new request, which is tried three times. Errors are not kept. A baseline (`fresh`) always makes a new
+request.
 """
 
 import asyncio
@@ -69,11 +64,7 @@ class ModelClient:
     async def chat(
         self, model: VideoModel, text: str, pictures: Sequence[bytes], *, variant: int = 0, fresh: bool = False
     ) -> str:
-        """Return a model's answer to a text with JPEG images.
-
-        `variant` selects one of several recorded answers and changes the seed. `fresh` asks even if the answer is
-        known. Raises ServerError if the endpoint is down, silent or refuses, or if its answer has the wrong form.
-        """
+        """Return a model's answer to a text with JPEG images; `variant` selects one of several recorded answers."""
         content: list[dict[str, Any]] = [{"type": "text", "text": text}]
         content += [{"type": "image_url", "image_url": {"url": _data_url(data)}} for data in pictures]
         payload = {
@@ -212,7 +203,6 @@ def _data_url(jpeg: bytes) -> str:
 
 
 def _read_text(response: Any) -> bytes:
-    """Return the text of a chat completion. A response of another form raises one of the errors `_post` expects."""
     text = response["choices"][0]["message"]["content"]
     if not isinstance(text, str) or not text.strip():
         raise ValueError("no text")
@@ -220,7 +210,6 @@ def _read_text(response: Any) -> bytes:
 
 
 def _read_vectors(response: Any, count: int) -> bytes:
-    """Return the vectors of a response in order, all finite and of one length. Raises as `_read_text` does."""
     rows = sorted(response["data"], key=lambda row: row["index"])
     vectors = [[float(number) for number in row["embedding"]] for row in rows]
     if len(vectors) != count or len({len(vector) for vector in vectors}) != 1 or not vectors[0]:

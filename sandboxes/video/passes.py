@@ -2,15 +2,13 @@
 
 Theory of operation. Three passes read the file, so that memory stays constant however long the video is:
 
-1. Pictures. Each is reduced to `SMALL` and compared with its predecessor; only two are in memory. A picture is kept as
-   a JPEG once in each interval of `frame_s`, and where a shot may begin, because no earlier picture represents a new
-   shot.
-2. Sound. Samples arrive in pieces that do not match the segments. They are cut at the ends of segments, and each
-   segment is measured once it is complete.
+1. Pictures. Each is reduced to `SMALL` and compared with its predecessor. A JPEG is kept once in each interval of
+   `frame_s`, and where a shot may begin, because no earlier picture represents a new shot.
+2. Sound. Samples arrive in pieces that do not match the segments, so they are cut at the ends of segments.
 3. Subtitles, if the file has a text track.
 
-Cuts are decided at the end, because their threshold depends on the median of the whole video. The pass is an iterator:
-a worker runs it piece by piece, reports progress in between, and can be ended at any piece.
+Cuts are decided at the end, because their threshold depends on the whole video's median. The pass is an iterator: a
+worker runs it piece by piece, reports progress in between, and can be ended at any piece.
 """
 
 from array import array
@@ -43,8 +41,6 @@ class PassProgress:
 
 @dataclass(slots=True)
 class _SegmentImages:
-    """The measurements of a segment's pictures so far."""
-
     motion: float = 0.0  # The sum of the differences that are no cuts.
     pictures: int = 0  # How many differences were added.
     middle: NDArray[np.uint8] | None = None  # The picture in the middle of the segment, reduced.
@@ -53,8 +49,6 @@ class _SegmentImages:
 
 @dataclass(frozen=True, slots=True)
 class _SegmentSound:
-    """The measurements of a segment's sound; None for a video without sound."""
-
     level_db: float | None
     peak_db: float | None
     tone_hz: float | None

@@ -114,11 +114,7 @@ class Pipeline:
         *,
         timeout_s: float = READ_S,
     ) -> tuple[AnswerT, bytes]:
-        """Run a request in a shared worker, and once more if the worker died: another request may have killed it.
-
-        A VideoError is the file's fault or can be acted on by the agent. A SandboxError says that workers cannot be
-        started, or are killed.
-        """
+        """Run a request in a shared worker, and once more if the worker died: another request may have killed it."""
         for last in (False, True):
             try:
                 async with self._worker_pool.reader() as worker:
@@ -133,11 +129,7 @@ class Pipeline:
     # -- loading -----------------------------------------------------------------------------------------------------
 
     async def load(self, source: Path, spec: EnvironmentSpec) -> str:
-        """Load a file and return its part. A file whose content is loaded already is not read again.
-
-        Raises VideoError if the file is no video or exceeds the task's limits, and OSError if it cannot be read or the
-        disk is full.
-        """
+        """Load a file and return its part. A file whose content is loaded already is not read again."""
         assert spec.video is not None
         # The name follows from the content, which is not known yet: no video may be collected meanwhile.
         with self._making_part("v-"):
@@ -177,10 +169,7 @@ class Pipeline:
     # -- preparing ---------------------------------------------------------------------------------------------------
 
     async def prepare(self, part: str, spec: EnvironmentSpec) -> PreparedVideo:
-        """Return the parts of a prepared video, and make them if they do not exist.
-
-        A VideoError blames the video or its limits; a SandboxError blames the machine or the model.
-        """
+        """Return the parts of a video, prepared if missing. VideoError blames the video, SandboxError the machine."""
         assert spec.video is not None
         settings, info = spec.video.measurement_settings(), self.store.info(part)
         measured = part_name("m", info["sha256"], settings, await self.versions())

@@ -89,10 +89,7 @@ def _segment(index: Index, name: str, number: int) -> int:
 def _pictures(
     loaded: Loaded, times: Sequence[float], *, exact: bool, max_side: int, form: images.ImageFormat
 ) -> list[tuple[float, bytes]]:
-    """Return the pictures at some rising times as files, each with its own time.
-
-    Kept pictures are used if there is an index and `exact` is false; otherwise the video is decoded.
-    """
+    """Return pictures at rising times as files, each with its own time; kept ones with an index, unless `exact`."""
     if loaded.index is not None and not exact:
         kept = loaded.index.kept
         numbers = [loaded.index.kept_at(t) for t in times]
@@ -228,10 +225,7 @@ def caption_retrieval(loaded: Loaded, arguments: Arguments) -> ToolOutput:
 
 
 def segment_localization(loaded: Loaded, arguments: Arguments, vectors: Mapping[str, Sequence[float]]) -> ToolOutput:
-    """Return the segments that a description fits best.
-
-    `vectors` are the embeddings of the description, by kind. Without any, words are compared.
-    """
+    """Return the segments that a description fits best, by its embeddings (`vectors`), or else by words."""
     index = loaded.prepared("segment_localization")
     scores = _by_vectors(index, vectors) if vectors else ranking.bm25(arguments["description"], _lines(index))
     matches = [

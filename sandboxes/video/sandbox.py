@@ -1,7 +1,4 @@
-"""The sandbox of the `video` driver: a loaded video, prepared or not.
-
-Its state is the names of up to three parts of the store, so a fork copies three short texts.
-"""
+"""The sandbox of the `video` driver: up to three names of the store's parts, which a fork copies."""
 
 import time
 from collections.abc import Awaitable, Callable

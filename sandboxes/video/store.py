@@ -1,11 +1,9 @@
 """The store of videos and of what was made from them.
 
 A part is a directory below `parts`, named by a digest of what its content follows from, written once, and shared by all
-sandboxes. `v-…` is a video with its properties, `m-…` are measurements, `d-…` are a model's captions.
-
-A part is written in a directory below `work` and then renamed. Its manifest, the sizes and digests of its files, is
-written last, so a part without a manifest is incomplete and is removed at the next start. A part is read completely
-before its first use in a process that did not write it.
+sandboxes. `v-…` is a video with its properties, `m-…` are measurements, `d-…` are a model's captions. A part is written
+below `work` and then renamed; its manifest of sizes and digests is written last, so one without is removed at the next
+start. A part is read completely before its first use in a process that did not write it.
 """
 
 import hashlib
@@ -146,10 +144,7 @@ class VideoStore:
         return sizes
 
     def _manifest(self, part: str) -> dict[str, Any]:
-        """Return the manifest of a part.
-
-        Raises ValueError if it is damaged, or an earlier version wrote it, without digests.
-        """
+        """Return the manifest of a part; ValueError if it is damaged, or without digests (an earlier version's)."""
         manifest: Any = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or set(manifest) != {"sizes", "digests"}:
             raise ValueError("the manifest of a part has other members")

@@ -1,6 +1,5 @@
-"""Video files: opening them, and what they are. One of the modules that use PyAV.
+"""Video files: opening them, and what they are by their packets, without decoding. One of the modules that use PyAV.
 
-What a file is, is read from its packets without decoding.
 A file is hostile. All of this runs in worker processes only, which may be killed at any time. Only containers that hold
 their media themselves are opened, because playlists and the like name other files.
 """
@@ -96,10 +95,7 @@ def has_presentation_times(container: InputContainer) -> bool:
 
 
 def decoded_frames(container: InputContainer, stream: av.VideoStream) -> Iterator[av.VideoFrame]:
-    """Yield the pictures from the container's position on. Pictures that cannot be decoded are left out.
-
-    A VideoError (`codec`) says that nothing here decodes them.
-    """
+    """Yield the pictures from the container's position on that can be decoded; VideoError (`codec`): none can."""
     for packet in container.demux(stream):
         try:
             yield from packet.decode()
@@ -116,10 +112,7 @@ _EARLY_S, _EARLY_SHARE = 0.5, 0.03
 
 
 def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
-    """Return the properties of a video. Its packets are read, and only the first picture is decoded.
-
-    The VideoError is `not-a-video`, `codec`, `empty`, `damaged`, `truncated` or `limit`.
-    """
+    """Return a video's properties by its packets and first picture; VideoError: `not-a-video`, `limit` and others."""
     if not path.stat().st_size:
         raise VideoError("empty", "the file has 0 bytes")
     with opened(path) as container:
@@ -156,10 +149,8 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
 
 
 def _require_memory(stream: av.VideoStream, file_bytes: int) -> None:
-    """Raise MemoryError unless there is memory for a picture and for the largest packet of a file.
-
-    Without it FFmpeg may report the end of the file instead of the error, and a video would pass for an empty one.
-    """
+    """Raise MemoryError unless there is memory for a picture and for the largest packet of a file."""
+    # Without it FFmpeg may report the end of the file instead of the error, and a video would pass for an empty one.
     width, height = stream.codec_context.width or 0, stream.codec_context.height or 0
     # 4 bytes a pixel; written to, because untouched memory costs nothing.
     bytearray(b"x") * (min(file_bytes, _MAX_PACKET_BYTES) + 4 * min(width * height, _MAX_PIXELS))
@@ -174,8 +165,6 @@ def _require_duration(seconds: float, max_s: float) -> None:
 
 @dataclass(slots=True)
 class _PacketSummary:
-    """A summary of a file's packets; times are in seconds."""
-
     frames: int = 0
     key_frames: int = 0  # Pictures that can be decoded without others.
     start_s: float = math.inf  # When the first picture begins.
@@ -189,7 +178,6 @@ class _PacketSummary:
     seekable: bool = True
 
     def add_picture(self, packet: "av.Packet[av.stream.Stream]", begins: float, ends: float, *, trusted: bool) -> None:
-        """Count a packet of a picture; trusted: whether it says its time and place itself."""
         self.frames += 1
         self.key_frames += packet.is_keyframe
         # `end_s` may be the end of a picture, so the beginnings are compared.

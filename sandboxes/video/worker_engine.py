@@ -174,7 +174,6 @@ def _write_model(request: WriteModel, body: bytes) -> Done:
 
 
 def _unit(rows: Any) -> Any:
-    """Return the rows scaled to length 1, so that their products are cosines."""
     lengths = np.linalg.norm(rows, axis=1, keepdims=True)
     return rows / np.where(lengths == 0, 1, lengths)
 

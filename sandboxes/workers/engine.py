@@ -13,12 +13,10 @@ Answer = tuple[IpcMessage, bytes]
 class WorkerEngine(Protocol):
     """An engine in one worker process, serving one request at a time.
 
-    The worker makes it with `make_engine()` of the engine's module, after the fork and after it has dropped its
-    privileges. A module may add two functions that save time: `prepare()` runs once in the zygote, before all forks,
-    and the engine's `warm()` runs in a spare worker, before its first request.
-
-    An exception that an engine raises ends its worker (`WorkerLostError`). Failures of an agent's statement are
-    therefore part of the result.
+    The worker makes it with `make_engine()` of the engine's module, after the fork and the drop of privileges. A module
+    may also have `prepare()`, which runs once in the zygote, and an engine `warm()`, which runs in a spare worker. An
+    exception that an engine raises ends its worker (`WorkerLostError`), so failures of an agent's statement are part of
+    the result.
     """
 
     def answer(self, request: IpcMessage, body: bytes) -> Answer:

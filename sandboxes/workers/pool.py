@@ -4,10 +4,10 @@ Theory of operation:
 
 1. One zygote per driver forks all workers (`sandboxes.workers.zygote`). If it is killed, its workers die with it, and
    the next fork starts another zygote.
-2. A call that only reads borrows a *reader* (`WorkerPool.reader`). Readers hold no state of a rollout, so any of them
-   can serve any call. The pool keeps as many as there are cores, and adds more while long calls occupy them all.
+2. A call that only reads borrows a *reader* (`WorkerPool.reader`), which holds no state of a rollout. There are as many
+   as cores, and more while long calls occupy them all.
 3. A sandbox that writes owns a *dedicated* worker (`WorkerPool.dedicated`), which holds its open database and its
-   session. A reader can become a dedicated worker (`WorkerPool.dedicate`): it already has the right state open.
+   session. A reader can become one (`WorkerPool.dedicate`): it already has the right state open.
 4. *Spares* are forked and warmed up in the background, so that a dedicated worker costs no fork.
 5. A worker is used by one caller at a time. If its caller times out or is cancelled, the worker is killed: nothing
    else stops a statement reliably. The pool asks the zygote how each worker ended, and `WorkerLostError.cause` says
@@ -82,8 +82,8 @@ class PooledWorker:
     ) -> Envelope[AnswerT]:
         """Send a request and return its answer. The worker is gone after an error or a cancellation.
 
-        `limits` apply to this request and the following ones; None leaves them as they are. Raises WorkerLostError if
-        the worker ended, and WorkerStuckError if the time limit passed; the worker is killed `GRACE_S` later.
+        `limits` hold from now on; None leaves them as they are. Raises WorkerLostError if the worker ended, and
+        WorkerStuckError if the time limit passed; the worker is killed `GRACE_S` later.
         """
         try:
             async with asyncio.timeout(timeout_s + GRACE_S):
@@ -130,11 +130,7 @@ class WorkerPool:
     """All workers of one driver. None outlives `aclose`, or the driver's process."""
 
     def __init__(self, engine: str, data_dir: Path, *, network: bool = False) -> None:
-        """Create a pool whose workers may use files below `data_dir`; `open` starts it.
-
-        The engine is "sqlite", "postgres", or the name of a module with an engine. Workers that may use the network are
-        not confined to `data_dir`.
-        """
+        """Create a pool; `open` starts it. Workers with a `network` are not confined to files below `data_dir`."""
         self.confined = False  # Whether files outside `data_dir` are out of the workers' reach.
         self._zygote = ForkServer(
             "the zygote of workers",
@@ -156,10 +152,7 @@ class WorkerPool:
         self._starting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Start the zygote, which forks workers as they are needed. Without this call, the first worker starts it.
-
-        Raises SandboxError if the zygote does not start.
-        """
+        """Start the zygote, which forks workers as they are needed. Without this call, the first worker starts it."""
         self.confined = (await self._zygote.start()).confined
 
     async def trial(self) -> None:
@@ -209,10 +202,7 @@ class WorkerPool:
         self._dedicated.add(worker)
 
     async def dedicated(self) -> PooledWorker:
-        """Return a worker that its caller owns and closes: a spare, or a new one.
-
-        Raises SandboxError if the machine cannot start another process.
-        """
+        """Return a worker that its caller owns and closes: a spare, or a new one."""
         worker = None
         while self._spares and worker is None:
             spare = self._spares.popleft()
@@ -264,7 +254,6 @@ class WorkerPool:
         await worker.close()
 
     async def _restock(self) -> None:
-        """Fork and warm up spares until there are `SPARES`."""
         await asyncio.sleep(RESTOCK_S)
         with contextlib.suppress(SandboxError, WorkerLostError, WorkerStuckError):
             while len(self._spares) < SPARES:

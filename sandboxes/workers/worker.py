@@ -1,7 +1,7 @@
 """The worker process: one request at a time, within limits, and killable at any moment.
 
-It is forked from the zygote, which has already loaded the engine's modules and dropped what no worker may have: the
-network, its capabilities, and all files outside the driver's data directory.
+It is forked from the zygote, which has loaded the engine's modules and dropped what no worker may have: the network,
+its capabilities, and all files outside the driver's data directory.
 """
 
 import os
@@ -23,11 +23,7 @@ MAX_DESCRIPTORS = 256
 
 
 def become_worker(end: socket.socket, parent: int, engine: str) -> None:
-    """Turn a process that was just forked into a worker. Never returns.
-
-    `end` is the worker's end of its socket; the worker exits when the other end is closed. `parent` is the process id
-    of the zygote.
-    """
+    """Turn a process that was just forked into a worker of `parent`, until the other end of its socket is closed."""
     code = 1
     try:
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)

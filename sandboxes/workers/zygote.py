@@ -1,15 +1,10 @@
 """The zygote: the process that workers are forked from.
 
-Theory of operation:
-
-1. The zygote imports the engine once and lets it prepare. A fork of it takes a millisecond, while a fresh interpreter
-   would repeat all imports.
-2. It then drops its privileges for good, before the first request exists. Every fork inherits the result, so no code
-   of a worker ever runs with more.
-3. It is single-threaded and never runs an engine. A statement that crashes or exhausts its worker cannot touch it.
-4. It reaps its children. Only a parent can, so the driver asks the zygote to end a worker and to say how it ended.
-5. Nothing outlives the driver. The zygote exits when its socket closes, and the kernel kills it if the driver dies
-   (`PR_SET_PDEATHSIG`); the same death signal then kills the workers.
+Theory of operation. The zygote imports the engine once and lets it prepare, and then drops its privileges for good,
+before the first request exists: no code of a worker ever runs with more. It is single-threaded and never runs an
+engine, so no statement can touch it. Only a parent can reap its children, so the driver asks the zygote to end a worker
+and to say how it ended. The zygote exits when its socket closes, and the kernel kills it, and so its workers, if the
+driver dies (`PR_SET_PDEATHSIG`).
 """
 
 import contextlib
@@ -73,7 +68,6 @@ class Zygote:
         return pid
 
     def _end(self, pid: int) -> WorkerEnded:
-        """Kill a worker if it still runs, reap it, and return how it ended."""
         if pid not in self._workers:
             return WorkerEnded()
         self._workers.remove(pid)
@@ -84,13 +78,7 @@ class Zygote:
 
 
 def drop_privileges(data_dir: Path, *, network: bool) -> bool:
-    """Drop, for this process and all its forks, what requests do not need, and return whether they are confined.
-
-    Confined means that files outside `data_dir` are out of reach. Without Landlock (the kernel has it disabled) only
-    the engine's own rules protect them. An engine that talks to a server keeps the network, and is not confined.
-
-    None of it needs a right, so it holds in a container without any too.
-    """
+    """Drop for good what requests do not need; return whether files are confined to `data_dir`. It takes no right."""
     if not network:
         # A second fence, where it can be had, behind the filter below.
         with contextlib.suppress(OSError):

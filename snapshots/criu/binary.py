@@ -48,11 +48,7 @@ class CriuBinary:
 
     @classmethod
     def prepare(cls, directory: Path, criu: Path | None = None) -> "CriuBinary":
-        """Copy the machine's CRIU into a directory, which is made again, and probe the kernel with it. Blocking.
-
-        `criu` is the program to copy; None looks for an installed one. Raises CriuMissingError if none is installed,
-        none works on this kernel, or the proxy is not root or may not set clocks.
-        """
+        """Copy CRIU, the machine's if none is given, into a directory made again; probe the kernel. Blocking."""
         # CRIU is driven by the proxy, and who drives it makes processes with any right.
         if os.geteuid() != 0:
             raise CriuMissingError(
@@ -87,7 +83,6 @@ class CriuBinary:
 
 
 def _patched(criu: Path) -> bytes:
-    """Return the program with the cache's path replaced; see the module's docstring."""
     program = criu.read_bytes()
     if program.count(_CACHE_PATH) != 1:
         raise CriuMissingError(f"{criu} is an unknown build of CRIU: it does not keep its kernel cache in /run")
@@ -96,10 +91,7 @@ def _patched(criu: Path) -> bytes:
 
 
 def _copy_libraries(criu: Path, directory: Path) -> None:
-    """Copy what the loader would load for a program: its libraries, and the loader itself under its own path.
-
-    Raises CriuMissingError if they cannot be listed.
-    """
+    """Copy what the loader would load for a program: its libraries, and the loader itself under its own path."""
     (directory / LIBRARIES).mkdir(parents=True)
     try:
         listed = subprocess.run(["ldd", str(criu)], capture_output=True, text=True, timeout=PROBE_TIMEOUT_S, check=True)  # noqa: S603, S607
@@ -118,7 +110,6 @@ def _copy_libraries(criu: Path, directory: Path) -> None:
 
 
 def _probe_kernel(criu: Path) -> bytes:
-    """Return the cache of kernel features that `criu check` writes."""
     # CRIU writes the cache only where /run is a tmpfs. In a mount namespace of its own it always is, and the host's
     # /run stays untouched.
     script = 'mount -t tmpfs none /run && "$1" check >&2 && cat /run/criu.kdat'

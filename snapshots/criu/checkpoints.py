@@ -1,10 +1,8 @@
 """The checkpointer of the product: CRIU images on disk, one directory for each checkpoint.
 
-CRIU has to run inside the sandbox's namespaces, and the proxy is outside. One operation therefore involves three
-processes: the proxy, a fork on the sandbox's side that enters the namespaces (the operator), and CRIU. `_operation` has
-the steps.
-
-CRIU pauses three times for us, with a notification each:
+CRIU runs inside the sandbox's namespaces, and the proxy is outside. So one operation involves three processes: the
+proxy, a fork on the sandbox's side that enters the namespaces (the operator), and CRIU. CRIU pauses three times, with a
+notification:
 
 1. `query-ext-files`: it has frozen the processes of a dump and looked nothing up yet. The operator looks at all names
    that they hold, and lists the mapped files that CRIU cannot open by itself.
@@ -47,14 +45,11 @@ from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
 from snapshots.criu.rpc import CriuConversation, CriuError
 
 START_S = 10.0
-"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine.
-
-The value is an estimate.
-"""
+"""Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine. The
+value is an estimate."""
 
 
 def _hint(error: CriuError) -> str:
-    """Return what helps against an error of CRIU, if that is known."""
     if "rlimit" in str(error) and not kernel.permitted() >> kernel.CAP_SYS_RESOURCE & 1:
         return ". A process belongs to another user, and the capability SYS_RESOURCE is missing (docs/deploying.md)"
     return ""
@@ -64,11 +59,7 @@ class CriuCheckpointer:
     """A `Checkpointer` that saves and restores live processes with CRIU, for the driver of one data directory."""
 
     def __init__(self, data_dir: Path, *, images_dir: Path | None = None) -> None:
-        """Prepare nothing yet: CRIU is looked up on the first `is_available`.
-
-        Our copy of CRIU is kept in the driver's data directory. `images_dir` holds the images of several data
-        directories, such as a tmpfs. None keeps them in the data directory.
-        """
+        """Prepare nothing yet. `images_dir` holds the images of several data directories; None: they are here."""
         data_dir = data_dir.resolve()
         # Several data directories may share images_dir; the digest keeps their images apart.
         digest = hashlib.blake2b(str(data_dir).encode(), digest_size=8).hexdigest()
@@ -80,7 +71,7 @@ class CriuCheckpointer:
         self.unavailable_reason = ""
 
     async def is_available(self) -> bool:
-        """Return whether CRIU works here. The first call copies CRIU and probes the kernel, in about 0.1 s."""
+        """Return whether CRIU works here. The first call copies CRIU and probes the kernel."""
         async with self._preparing:
             if self._binary is None and not self.unavailable_reason:
                 try:
@@ -202,10 +193,7 @@ class CriuCheckpointer:
     async def _operation(
         self, images: Path, start: ProgramStarter, *, restores: bool
     ) -> AsyncIterator[tuple[CriuConversation, Channel]]:
-        """Run CRIU for one operation; on exit, CRIU and the process that started it are gone.
-
-        Yields the conversation with CRIU, and the channel to its operator.
-        """
+        """Run CRIU for one operation; yield its conversation and its operator's channel. Both end with the block."""
         assert self._binary is not None, "callers check is_available first"
         # 1. The proxy opens a socket pair and the descriptors that CRIU needs, and passes the far end and the
         # descriptors into the sandbox (`ProgramStarter`). The sandbox's side forks, enters the namespaces and starts
@@ -255,10 +243,6 @@ class CriuCheckpointer:
 
 
 async def _inspected(operator: Channel) -> NamesInspected:
-    """Have the operator look at the names that frozen processes hold.
-
-    Raises NotFreezableError if a name could lead CRIU astray.
-    """
     answer = (await operator.ask(InspectNames())).message
     if isinstance(answer, NamesRefused):
         raise NotFreezableError(answer.reason)
@@ -268,7 +252,6 @@ async def _inspected(operator: Channel) -> NamesInspected:
 async def _follow_links(
     operator: Channel, times: dict[str, list[int]], noted: dict[str, str], stillness: StandStill | None
 ) -> None:
-    """Have the operator end a restore whose processes do not run yet; see `FollowLinks`."""
     if stillness is None:
         await operator.ask(FollowLinks(times, noted, [], []))
         return

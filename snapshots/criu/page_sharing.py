@@ -1,12 +1,10 @@
 """Pages that a checkpoint shares with the one that its processes come from: only the others are kept anew.
 
-Processes of one rollout change some of their memory from call to call. CRIU can take pages from the images of an
-earlier checkpoint, its parent (criu.org, "Incremental dumps"): an entry of a pagemap says so with the flag PE_PARENT,
-and the parent's images are in the directory `parent`. Here such entries are made after the dump, by comparing the pages
-of both. So nothing has to be tracked while the processes run, and a checkpoint may follow on one that was restored.
-
-The parent's files are linked into `parent`, and with them those of its own parent. So each checkpoint is whole by
-itself, and the disk has room for a page once the last checkpoint with it is gone.
+CRIU can take pages from the images of an earlier checkpoint, its parent in the directory `parent` (criu.org,
+"Incremental dumps"), where an entry of a pagemap has the flag PE_PARENT. Such entries are made after the dump, by
+comparing pages, so nothing is tracked while processes run. The parent's files, and those of its own parent, are linked
+into `parent`: each checkpoint is whole by itself, and the disk has room for a page once the last checkpoint with it is
+gone.
 
 Format (CRIU's images/pagemap.proto): a magic number of eight bytes, and then messages of protobuf, each after its
 length in 32 bits. The first has the number of the file of pages; any other is a range: its address (1), the number of
@@ -49,11 +47,9 @@ class Range:
 
 
 def share(images: Path, base: Path) -> bool:
-    """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it. Blocking.
-
-    The directories are on one file system. A base that is gone, or that is no checkpoint of the same processes, shares
-    nothing. If it fails, the images are as they were; raise OSError or ValueError.
-    """
+    """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it."""
+    # A base that is gone, or that is no checkpoint of the same processes, shares nothing. If it fails, the images are
+    # as they were.
     if not base.is_dir() or _depth(base) >= MOST_PARENTS:
         return False
     shared: list[tuple[Path, bytes, list[Range]]] = []
@@ -97,8 +93,6 @@ def read(path: Path) -> tuple[bytes, list[Range]]:
 
 
 class _Known:
-    """The pages of a process that the base has: of one file of it, and of its parents."""
-
     def __init__(self, base: Path, name: str, stack: ExitStack) -> None:
         self._places: dict[int, tuple[mmap.mmap, int]] = {}
         folders = [base]
@@ -122,13 +116,11 @@ class _Known:
         self._places = {address: place for address, place in self._places.items() if address in valid}
 
     def has(self, address: int, page: bytes) -> bool:
-        """Return whether the base has a page at an address."""
         place = self._places.get(address)
         return place is not None and place[0][place[1] : place[1] + _PAGE] == page
 
 
 def _split(ranges: Iterable[Range], pages: mmap.mmap, known: _Known) -> Iterator[Range]:
-    """Yield ranges with the pages that are known apart from the others."""
     at = 0
     for part in ranges:
         begun, flags = part.address, 0
@@ -163,7 +155,6 @@ def _write(path: Path, head: bytes, ranges: list[Range], stack: ExitStack) -> tu
 
 
 def _link(base: Path, target: Path) -> None:
-    """Link the pages of a checkpoint, and those of its parents, into a directory."""
     target.mkdir()
     for path in (*base.glob("pagemap-*.img"), *base.glob("pages-*.img")):
         os.link(path, target / path.name)
@@ -188,7 +179,6 @@ def _mapped(path: Path, stack: ExitStack) -> mmap.mmap:
 
 
 def _fields(message: bytes) -> dict[int, int]:
-    """Return the fields of a message whose fields are all numbers (protobuf.dev, "Encoding")."""
     fields, at = {}, 0
     while at < len(message):
         key, at = _number(message, at)

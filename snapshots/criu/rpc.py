@@ -1,11 +1,8 @@
 """CRIU's RPC protocol: one request for a dump or a restore, over the socket of one CRIU process.
 
-The messages are generated from `rpc.proto`. A conversation goes like this, one message a packet (SOCK_SEQPACKET):
-
-1. We send `criu_req` with the type DUMP or RESTORE and the options.
-2. CRIU sends `criu_resp` with the type NOTIFY at each stage, and waits for a `criu_req` NOTIFY in return. The caller
-   has hooks for some of the stages (`snapshots.criu.checkpoints`).
-3. CRIU sends `criu_resp` with the result, and exits when we close the socket.
+One message a packet (SOCK_SEQPACKET): we send `criu_req` with the type DUMP or RESTORE and the options. CRIU sends
+`criu_resp` with the type NOTIFY at each stage, and waits for a `criu_req` NOTIFY in return
+(`snapshots.criu.checkpoints` has hooks). Then it sends `criu_resp` with the result, and exits when we close the socket.
 """
 
 import asyncio
@@ -20,16 +17,12 @@ if TYPE_CHECKING:
     from snapshots.criu import rpc_pb2
 
 OPERATION_S = 60
-"""Longest dump or restore; our limit and CRIU's own. Both take tens of milliseconds for an ordinary shell.
-
-The value is an estimate.
-"""
+"""Longest dump or restore; our limit and CRIU's own. Both take tens of milliseconds for an ordinary shell. The value is
+an estimate."""
 
 MAX_GHOST_BYTES = 256 << 20
-"""Limits a deleted file that is still open: CRIU stores its content in the images, up to this size.
-
-The value is an estimate.
-"""
+"""Limits a deleted file that is still open: CRIU stores its content in the images, up to this size. The value is an
+estimate."""
 
 _MAX_PACKET_BYTES = 1 << 16
 """Limits one response. CRIU's responses hold a few numbers and one error text."""
@@ -67,9 +60,9 @@ class CriuConversation:
         """Dump a process tree, which then runs on. `pid` is its root, in CRIU's pid namespace.
 
         `watched` are paths where CRIU looks for directories that processes watch. `on_held` is awaited when the
-        processes are frozen, before CRIU looks up what they hold. It returns CRIU's names of files that the restore
-        will pass as descriptors. If it raises, nothing is dumped. `on_dumped` is awaited when the images are written,
-        while the processes are still frozen. Raises CriuError if the tree cannot be dumped; its processes run on.
+        processes are frozen, before CRIU looks up what they hold; it returns CRIU's names of files that the restore
+        will pass as descriptors, or raises: then nothing is dumped. `on_dumped` is awaited when the images are written,
+        while the processes are still frozen.
         """
         options = {
             "pid": pid,
@@ -83,10 +76,9 @@ class CriuConversation:
             raise CriuError("this version does not let us look at the processes first (it needs 3.16)")
 
     async def restore(self, inherit: Mapping[str, int], on_restored: Callable[[], Awaitable[None]]) -> None:
-        """Restore a process tree. Raises CriuError if it cannot be restored here.
+        """Restore a process tree; `inherit` has CRIU's descriptors that replace pipes and files, by name at the dump.
 
-        `inherit` has pipes and external files by their names at the dump, with the descriptors of CRIU's that replace
-        them. `on_restored` is awaited when everything is restored, before the processes run.
+        `on_restored` is awaited when everything is restored, before the processes run.
         """
         options = {"inherit_fd": [{"key": key, "fd": fd} for key, fd in inherit.items()]}
         if "pre-resume" not in await self._operate("RESTORE", options, {"pre-resume": on_restored}):
@@ -95,7 +87,6 @@ class CriuConversation:
     async def _operate(
         self, kind: str, options: Mapping[str, Any], hooks: Mapping[str, Callable[[], Awaitable[Iterable[str] | None]]]
     ) -> set[str]:
-        """Run one request, and return the stages that CRIU has notified us of."""
         # protobuf takes 0.1 s to load, and most proxies never make a checkpoint.
         from google.protobuf.message import DecodeError  # noqa: PLC0415 - see above
 

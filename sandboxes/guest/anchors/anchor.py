@@ -1,7 +1,4 @@
-"""The anchor: the parent of every process that a local sandbox runs.
-
-It starts the shells, tool servers and other processes, and it inherits their orphans.
-"""
+"""The anchor: the parent of every process that a local sandbox runs, which inherits their orphans."""
 
 # Theory of operation.
 #
@@ -58,38 +55,27 @@ _UNKNOWN = 256
 
 
 class ShellStartError(Exception):
-    """The sandbox's shell does not start, or no process can be started at all.
-
-    Attributes:
-        broken: Whether a command has broken the sandbox's shell, so that every attempt fails alike. Otherwise the
-            failure is ours or the machine's: it is no answer of the sandbox.
-    """
+    """The sandbox's shell does not start, or no process can be started at all."""
 
     def __init__(self, text: str, *, broken: bool = False) -> None:
         super().__init__(text)
+        # Whether a command has broken the sandbox's shell, so that every attempt fails alike. Otherwise the failure is
+        # ours or the machine's: it is no answer of the sandbox.
         self.broken = broken
 
 
 class Anchor(Starter, ABC):
-    """Pid 1's end of the conversation with an anchor. If the anchor is gone, requests raise `AnchorLostError`.
+    """Pid 1's end of the conversation with an anchor. If the anchor is gone, requests raise `AnchorLostError`."""
 
-    Attributes:
-        stays: Whether it may stay when the layers change.
-        forks: Whether its shells are forks.
-        hidden: Whether the agent's processes cannot look into it.
-        user: The user of the processes that it starts.
-        kit: What it can start a shell on; None if it has none.
-    """
-
-    stays = False
-    forks = False
-    hidden: ClassVar[bool]
-    user = ROOT
+    stays = False  # Whether it may stay when the layers change.
+    forks = False  # Whether its shells are forks.
+    hidden: ClassVar[bool]  # Whether the agent's processes cannot look into it.
+    user = ROOT  # The user of the processes that it starts.
 
     def __init__(self, pid: int, ends: tuple[int, int], kit: ShellKit | None = None) -> None:
         super().__init__(ends)
         self.pid = pid
-        self.kit = kit
+        self.kit = kit  # What it can start a shell on; None if it has none.
 
     @classmethod
     def _start(cls, program: str, arguments: Sequence[str], variables: Sequence[str] = ()) -> Self:
@@ -113,10 +99,7 @@ class Anchor(Starter, ABC):
         return cls(pid, (ours, answers), kit)
 
     def request_shell(self, environment: Mapping[str, str], *, template: bool = False) -> None:
-        """Ask for a session's shell on the kit, which was lent; `started` waits for it.
-
-        Only an anchor that forks can start one that is to be a template.
-        """
+        """Ask for a session's shell on the kit, which was lent; only an anchor that forks can make it a template."""
         assert self.kit is not None
         self.send(self._request_on_kit(self.kit, environment, template=template))
 
@@ -131,12 +114,9 @@ class Anchor(Starter, ABC):
         self, environment: Mapping[str, str], fds: Mapping[int, int], program: str | None = None,
         user: User | None = None, folder: str = "",
     ) -> int:  # fmt: skip
-        """Start a bash and return its pid, once it has opened its descriptors.
-
-        It gets ours, by its own numbers. Without a program, which is text for bash, it runs the loop of a session's
-        shell; without a user it has that of all. It begins in the folder, or in / where it cannot; only an anchor that
-        forks goes there.
-        """
+        """Start a bash and return its pid, once it has opened its descriptors; without a program, a session's shell."""
+        # It gets our descriptors by its own numbers. It begins in the folder, or in / where it cannot; only an anchor
+        # that forks goes there.
         holder = _hold(fds)
         try:
             paths = {number: f"/proc/{holder}/fd/{fd}" for number, fd in sorted(fds.items())}
@@ -157,10 +137,7 @@ class Anchor(Starter, ABC):
             self.ask(self._request_to_close())
 
     def wait(self, pid: int) -> int | None:
-        """Return the exit status of a process that has ended, or is about to; 128 + its number for a signal.
-
-        None if this anchor does not know it: an earlier one has started the process.
-        """
+        """Return the exit status of a process that has ended (128 + a signal); None if an earlier anchor started it."""
         status = self.ask(self._request_for_status(pid))
         return None if status == _UNKNOWN else status
 

@@ -27,31 +27,24 @@ _BASH_LOOP = (
     f"LC_ALL=C; set -m; export -n PWD OLDPWD SHLVL; kit() {{ {_START_ON_KIT} }}; "
     'read -r -u 3 key; while read -r -u 3 proof line; do [[ $proof == "$key" ]] || exit; eval "$line"; jobs -n; done'
 )
-"""What bash runs as the anchor.
-
-`set -m` gives each shell a process group of its own, so that `kill 0` in one reaches no other. `jobs -n` forgets jobs
-that have ended. The exported variables are removed from the environment of all processes to come. The function `kit`
-starts a shell on the kit. Bash reads a pipe byte by byte, so the line that calls it is short, and the variables that
-the shell is born with are in a text. `LC_ALL`, which is not exported, keeps bash from loading the locale of each
-variable that it exports to a new process: that process loads its locale itself.
-"""
+"""What bash runs as the anchor. `set -m` gives each shell a process group of its own, so that `kill 0` in one reaches
+no other. `jobs -n` forgets jobs that have ended. The exported variables are removed from the environment of all
+processes to come. The function `kit` starts a shell on the kit. Bash reads a pipe byte by byte, so the line that calls
+it is short, and the variables that the shell is born with are in a text. `LC_ALL`, which is not exported, keeps bash
+from loading the locale of each variable that it exports to a new process: that process loads its locale itself."""
 
 
 class BashAnchor(Anchor):
-    """The sandbox's bash as the anchor.
-
-    Attributes:
-        key: What each line begins with; empty for an anchor of an earlier version, which knows none.
-        children: The processes that it has started; None if they are not known, because a checkpoint brought it back.
-    """
+    """The sandbox's bash as the anchor."""
 
     hidden = False
-    key = ""
+    key = ""  # What each line begins with; empty for an anchor of an earlier version, which knows none.
+    # The processes that it has started; None if they are not known, because a checkpoint brought it back.
     children: set[int] | None = None
 
     @classmethod
     def start(cls) -> Self:
-        """Start an anchor. 0.1 ms, and a millisecond of the anchor's own."""
+        """Start an anchor."""
         anchor = cls._start(BASH, ["anchor", "--noprofile", "--norc", "-c", _BASH_LOOP])
         anchor.key, anchor.children = os.urandom(8).hex(), set()
         # If bash is gone, no process reads it, and the first request fails.
@@ -92,7 +85,6 @@ class BashAnchor(Anchor):
         return f"{self.key} {text}\n".lstrip(" ").encode("latin-1")
 
     def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
-        """Return the request for a shell on the kit, whose text has the variables then."""
         kit.write_exports(_exports(environment).encode("latin-1"))
         return self._line("kit")
 
@@ -118,7 +110,6 @@ class BashAnchor(Anchor):
 
 
 def _exports(environment: Mapping[str, str]) -> str:
-    """Return a line of bash that exports variables."""
     return "".join(f"export {name}={_quoted_line(value)}; " for name, value in environment.items())
 
 

@@ -25,10 +25,7 @@ class NativeAnchor(Anchor):
 
     @classmethod
     def start(cls, files: str = spawn.SHELL_FILES) -> Self | None:
-        """Start an anchor from what `shell_files.copies` has made; None if there are no such files in the sandbox.
-
-        It takes a millisecond of CPU, most of it the anchor's own.
-        """
+        """Start an anchor from what `shell_files.copies` has made; None if there are no such files in the sandbox."""
         if not os.access(f"{files}/bash", os.X_OK):
             return None
         # An anchor that is started beside the agent's processes could be entered before it hides.
@@ -45,7 +42,6 @@ class NativeAnchor(Anchor):
         return {**super().remember(), "program": self.digest}
 
     def _request_on_kit(self, kit: ShellKit, environment: Mapping[str, str], *, template: bool) -> bytes:  # noqa: ARG002
-        """Return the request for a shell on the kit. It is the same for each shell with these variables."""
         return _packed_start(
             tuple(environment.items()), tuple(OPENED.items()), session_texts.START, self.user, template=template
         )
@@ -77,7 +73,6 @@ def _packed_start(
     *,
     template: bool = False,
 ) -> bytes:
-    """Return the request for a bash. It is kept, because each call starts a shell on the same kit."""
     files = [f"{sign(number)}{number:04}{path}" for number, path in paths]
     # No path has a zero byte, which would begin another text.
     begins = [f"d{folder}"] if folder and "\0" not in folder else []

@@ -71,17 +71,13 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
 
 
 def narrow(pipes: Iterable[int], size: int = PAGE) -> None:
-    """Give pipes that are idle, or have little to carry, a small capacity. 1 us each.
-
-    The kernel counts the capacities of all pipes of a user together (pipe(7), pipe-user-pages-soft): pipes as they are
-    born would be enough for 110 sandboxes, and commands' pipes would be small beside more. One that has more in it
-    stays as it is.
-    """
+    """Give idle pipes a small capacity: the kernel counts all of a user (pipe(7), pipe-user-pages-soft)."""
+    # Pipes as they are born would be enough for 110 sandboxes. One that has more in it stays as it is.
     _resize(pipes, size)
 
 
 def widen(pipes: Iterable[int]) -> None:
-    """Give pipes the capacity that programs find everywhere, as far as the user may have it. 1 us each."""
+    """Give pipes the capacity that programs find everywhere, as far as the user may have it."""
     _resize(pipes, _WIDE)
 
 
@@ -100,10 +96,7 @@ def write_texts(fds: Mapping[int, int], script: bytes) -> None:
 
 
 def new_text() -> int:
-    """Return a descriptor of an empty text.
-
-    Text in anonymous memory is no file of the sandbox, so no delta and no snapshot shows it.
-    """
+    """Return a descriptor of an empty text in anonymous memory, which no delta and no snapshot shows."""
     return os.memfd_create("text", os.MFD_CLOEXEC)
 
 
@@ -129,7 +122,7 @@ class ShellKit:
         narrow([self.ours[TEMPLATE_REPLIES]])
 
     def is_as_made(self) -> bool:
-        """Return whether it is open, and its pipes are empty and as they were made. 0.02 ms."""
+        """Return whether it is open, and its pipes are empty and as they were made."""
         if not self.theirs:
             return False
         # Those that `Shell.run` has widened.
@@ -155,10 +148,7 @@ class ShellKit:
 
 
 def changeable(fds: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Return what commands can change of pipes and texts: modes, owners, capacities, and what is unread. 0.02 ms.
-
-    They are descriptors by the shell's own numbers. For a pipe either end does.
-    """
+    """Return what commands can change of pipes and texts: modes, owners, capacities, and what is unread."""
     facts: list[tuple[int, ...]] = []
     for number, fd in fds.items():
         status = os.fstat(fd)

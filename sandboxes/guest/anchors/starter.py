@@ -26,10 +26,7 @@ class Starter:
 
     @property
     def has_unread(self) -> bool:
-        """Whether there is an answer that was not asked for.
-
-        No command can write a request. One to take note of a fork may wait there, on a busy machine.
-        """
+        """Whether there is an answer that was not asked for, such as the note of a fork on a busy machine."""
         return unread_bytes(self.ends[1]) > 0
 
     def ask(self, request: bytes) -> int:

@@ -64,26 +64,21 @@ def spares(written: Collection[str]) -> bool:
 
 
 class ShellTemplate(Starter):
-    """Pid 1's end of the conversation with a template. If it is gone, requests raise `AnchorLostError`.
-
-    Attributes:
-        session: The session that it was restored from; None for a new one.
-        death: A descriptor that is readable once it has ended.
-        ready: Whether it waits for requests.
-        settings: What it passes on to its forks (`live_state.passed_on`); empty until it is ready.
-        last_fork: The process of the shell that it has forked before and that has ended; 0 for none.
-    """
+    """Pid 1's end of the conversation with a template. If it is gone, requests raise `AnchorLostError`."""
 
     def __init__(self, pid: int, kit: ShellKit, session: ShellSession | None) -> None:
-        """Take over a shell that the anchor has started on its kit."""
         try:
             death = os.pidfd_open(pid)
         except ProcessLookupError as error:
             raise AnchorLostError("it ended") from error
         super().__init__((kit.ours[TEMPLATE_REQUESTS], kit.ours[TEMPLATE_REPLIES]), death)
+        # `session`: the session that it was restored from; None for a new one.
+        # `death`: a descriptor that is readable once it has ended.
+        # `ready`: whether it waits for requests.
         self.pid, self.session, self.ready, self.death = pid, session, False, death
+        # What it passes on to its forks (`live_state.passed_on`); empty until it is ready.
         self.settings: list[str] = []
-        self.last_fork = 0
+        self.last_fork = 0  # The process of the shell that it has forked before and that has ended; 0 for none.
         self._kit = kit
 
     @staticmethod
@@ -106,10 +101,8 @@ class ShellTemplate(Starter):
             self.ready, self.settings = True, passed_on(self.pid)
 
     def fork(self, folder: str) -> int:
-        """Return the pid of a new shell in a directory, as the session names it (latin-1), once it has its descriptors.
-
-        `AnchorLostError` also if the shell cannot be started or cannot enter the directory.
-        """
+        """Return the pid of a new shell in a directory (latin-1), once it has its descriptors."""
+        # AnchorLostError also if the shell cannot be started or cannot enter the directory.
         self.await_ready()
         self._await_collected()
         path = folder.encode("latin-1") + b"\0"
@@ -128,7 +121,7 @@ class ShellTemplate(Starter):
 
     @property
     def was_touched(self) -> bool:
-        """Whether a command may have changed what its forks inherit. 0.05 ms."""
+        """Whether a command may have changed what its forks inherit."""
         return self.has_unread or processes.is_stopped(self.pid) or passed_on(self.pid) != self.settings
 
     @property

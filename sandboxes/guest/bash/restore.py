@@ -56,11 +56,8 @@ _BORN_WITH = [
     "TERM",
 ]
 NO_LOOKUP = {"SHELL": ""}
-"""The environment of a bash that becomes a session, which has variables of its own.
-
-A bash without SHELL asks for the user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's
-own one replaces.
-"""
+"""The environment of a bash that becomes a session, which has variables of its own. A bash without SHELL asks for the
+user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's own one replaces."""
 _POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"})
 """Options that bash's POSIX mode sets when it begins."""
 _SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
@@ -72,29 +69,21 @@ _TRIED = ("functions", "function_marks", "aliases")
 """The parts of a session that are tried out with a fresh shell when they have changed."""
 _READY = f"\\builtin :; {BEGIN_DUMP}"
 _LATE = ("LANG", "LANGUAGE", "LC_", "HISTFILE")
-"""Beginnings of the names of variables that are set last.
-
-A locale changes how bash reads the rest of the script. HISTFILESIZE, set after HISTFILE, would cut that file.
-"""
+"""Beginnings of the names of variables that are set last. A locale changes how bash reads the rest of the script.
+HISTFILESIZE, set after HISTFILE, would cut that file."""
 _NOWHERE = (
     rf"{{ \builtin kill -STOP $BASHPID & exec 5</proc/$!; \builtin cd -L {NOWHERE}; exec 5<&-; "
     r"\builtin kill -KILL $!; \builtin wait; }"
 )
-"""Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed.
-
-A session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory.
-"""
+"""Enters the directory of a process that ends then: one in which nothing is found and nothing can be made or removed. A
+session whose directory was removed comes here if its shell ended. Plain bash would stand in the removed directory."""
 _ENABLE = re.compile(rb"\benable\b")
 _HOOKED = {"posix": "POSIXLY_CORRECT", "ignoreeof": "IGNOREEOF"}
 """Options that bash sets and clears together with a variable. Setting the option would change the variable's value."""
 
 
 def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSession | None = None) -> bytes:
-    """Return what a fresh bash sources to become a session; None is a new one. A bash that cannot do so exits.
-
-    The session's functions are defined afterwards, by `session.DEFINE`. `pristine` is a new session of this sandbox;
-    None for the first.
-    """
+    """Return what a fresh bash sources to become a session; None is a new one. A bash that cannot do so exits."""
     lines = [BECOME_AGENT]
     if session is None:
         # An image's user may not enter the directory; then the root state has another. A later session never gets
@@ -156,11 +145,8 @@ def _exit_because(reason: str) -> str:
 
 
 def _functions(session: ShellSession) -> list[str]:
-    """Return the statement that sets `FUNCTIONS`, to one line that defines the functions.
-
-    Each of them then begins in line 1, as if it had been the whole command. It is defined with `extglob`, because its
-    patterns may need it.
-    """
+    """Return the statement that sets `FUNCTIONS` to one line that defines the functions."""
+    # Each of them then begins in line 1, as if it had been the whole command. Its patterns may need `extglob`.
     if not session["functions"]:
         return []
     # `function` makes a name of any word: `a=b ()` would be an assignment. Bash prints the brace on a line of its own.
@@ -187,7 +173,6 @@ def split_functions(text: str) -> list[str]:
 
 
 def _variables(session: ShellSession) -> list[str]:
-    """Return statements that set all variables, and then all attributes."""
     declared = {match[2]: match for line in session["variables"] if (match := DECLARE.match(line))}
     # A fresh bash has these.
     # A variable that is declared without a value must lose the value that bash gives it.
@@ -215,7 +200,6 @@ def _variables(session: ShellSession) -> list[str]:
 
 
 def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
-    """Return statements that set the options of `shopt`; posix says whether the session's mode is on already."""
     # BASH_COMPAT sets the options `compat…` itself when it is assigned.
     fixed = any(_variable_of(line) == "BASH_COMPAT" for line in session["variables"])
     own = _POSIX_SHOPTS if "posix" in session["options"] else frozenset[str]()
@@ -227,10 +211,9 @@ def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
 def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     """Return the line that lets the shell go on, and the text that it evaluates then: the agent's command.
 
-    The options and traps of the session that the shell was restored from are on the line, not in the text: bash parses
-    the text whole before it runs any of it, so a command with a syntax error would lose them, and line numbers in
-    errors would be wrong. Only what would act on our own lines too (xtrace, verbose, DEBUG traps) is put at the
-    beginning of the command.
+    Options and traps of the session are on the line: bash parses the text whole before it runs any of it, so a syntax
+    error would lose them, and line numbers would be wrong. Only what would act on our own lines too (xtrace, verbose,
+    DEBUG traps) begins the command.
     """
     function = b"builtin" in command or (session is not None and "builtin" in session)
     needed = [] if session is None else _disabled(session, needed=True)
@@ -278,7 +261,6 @@ def taken_on_later(session: ShellSession, first: ShellSession) -> ShellSession:
 
 
 def _hooked(session: ShellSession, option: str) -> list[str]:
-    """Return the statement that sets an option together with its variable."""
     lines = [line for line in session["variables"] if (match := DECLARE.match(line)) and match[2] == _HOOKED[option]]
     return [f"\\builtin {_on_one_line(line)}" for line in lines] or [f"\\builtin set -o {option}"]
 

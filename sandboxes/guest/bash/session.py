@@ -29,20 +29,16 @@ import re
 from sandboxes.shell_text import Jobs, ShellSession
 
 OURS = 1000
-"""The first of our descriptors in a shell, as in `linux/anchor.c`.
-
-Commands use descriptors up to some hundred, and close all of those. The lowest usual limit is 1,024, which is also how
-many bash can wait for (select(2)). Ours are close-on-exec, so no program has them.
-"""
+"""The first of our descriptors in a shell, as in `linux/anchor.c`. Commands use descriptors up to some hundred, and
+close all of those. The lowest usual limit is 1,024, which is also how many bash can wait for (select(2)). Ours are
+close-on-exec, so no program has them."""
 RESTORE_FD, LOOP_FD, COMMAND_FD, GO_FD, DUMP_FD = range(OURS, OURS + 5)
 """The shell's descriptors."""
 END = b"session-end-of-dump\0"
 """The end of every dump."""
 KEPT = "kept"
-"""The member of a session that no fresh shell can take on; it gives the reason, and other sessions lack it.
-
-Such a session goes on in its own shell, as beside a background process.
-"""
+"""The member of a session that no fresh shell can take on; it gives the reason, and other sessions lack it. Such a
+session goes on in its own shell, as beside a background process."""
 MOVED = "its directory is no longer where its name leads"
 """The reason if a directory was moved, removed, or is behind a changed link, or cannot be entered any more."""
 FORGOTTEN = "bash no longer knows the name of its directory"
@@ -64,22 +60,17 @@ BEGIN_DUMP = " ".join(
     \builtin eval '[[ x ]]'; } >&1000 2>&1000
     """.strip().splitlines()
 )
-"""The beginning of a dump, right after the command.
-
-It reads $?, options and traps first, and then turns traps, options and aliases off, so that the rest of the dump is
-read and runs as in a new shell. A trace goes on for two commands, which show where BASH_XTRACEFD leads. After a command
-with an unfinished `[[`, bash fails at the next one, so there is one that is meant for that. `shopt` also brings
-$BASHOPTS up to date, which the POSIX mode does not. What they print before that goes to a descriptor that takes no
-output: a restricted shell (`set -r`) may not open /dev/null for writing.
-"""
+"""The beginning of a dump, right after the command. It reads $?, options and traps first, and then turns traps, options
+and aliases off, so that the rest of the dump is read and runs as in a new shell. A trace goes on for two commands,
+which show where BASH_XTRACEFD leads. After a command with an unfinished `[[`, bash fails at the next one, so there is
+one that is meant for that. `shopt` also brings $BASHOPTS up to date, which the POSIX mode does not. What they print
+before that goes to a descriptor that takes no output: a restricted shell (`set -r`) may not open /dev/null for
+writing."""
 LOST_STATUS = 144
 LOST_MARK = "session-lost-its-descriptors"
 _LOST = rf"{{ \builtin printf {LOST_MARK}; \builtin exit {LOST_STATUS}; }}"
-"""Ends a shell that has lost our descriptors.
-
-A command can close them. Under a low limit of open files bash cannot redirect anything. The mark goes to stdout without
-a redirection, since none works then.
-"""
+"""Ends a shell that has lost our descriptors. A command can close them. Under a low limit of open files bash cannot
+redirect anything. The mark goes to stdout without a redirection, since none works then."""
 RUN = r'\builtin eval "$(</proc/self/fd/1002)"'
 """Runs the command. Bash would keep copies of descriptors that it closed for this from 10 on, which commands use."""
 AGAIN = r'\builtin eval "$(</proc/self/fd/1001)"; ' + _LOST
@@ -108,11 +99,9 @@ def wary_run(*, function: bool, disabled: bool) -> str:
 
 
 _READ = '-n x"${BASH_SUBSHELL-}${HISTCMD-}${LINENO-}${COMP_WORDBREAKS-}${BASH_ARGV0-}${GROUPS[@]-}"'
-"""Reads variables that bash computes, before each command; it is true.
-
-Bash remembers the value when one is read, and `declare -p` shows it from then on. So a call that only read one would
-show in a shell that stays, but not for a rollout that found this call's answer in the tree.
-"""
+"""Reads variables that bash computes, before each command; it is true. Bash remembers the value when one is read, and
+`declare -p` shows it from then on. So a call that only read one would show in a shell that stays, but not for a rollout
+that found this call's answer in the tree."""
 _CALL = (
     " ".join(
         line.strip()
@@ -147,28 +136,23 @@ _MANY_TIMES = (
 )
 """Runs 200 calls, one after the other. A `;` between commands takes some of the stack too, so there are no more."""
 LOOP = f"{_CALL}{3 * f'; {_ONCE}'}; {_MANY_TIMES}; {AGAIN}"
-"""The loop that the shell runs: finish a dump, wait, take on options, run the command, begin the next dump, repeat.
-
-A loop of bash cannot repeat it, because the command's `break` would end it. An `eval` within an `eval` takes a kilobyte
+"""The loop that the shell runs: finish a dump, wait, take on options, run the command, begin the next dump, repeat. A
+loop of bash cannot repeat it, because the command's `break` would end it. An `eval` within an `eval` takes a kilobyte
 of the shell's stack each time, and 8 MB are full after 8,000 calls. So the first part is followed by itself: three
-times for the shells of a few calls, then 200 times, and only then by an `eval` of the whole.
-
-It is one line, so bash reads it whole before any of it runs. The copies of descriptors that bash keeps meanwhile are
-close-on-exec. A shell that cannot write its dump, because a command has closed our descriptors, exits: nothing waits
-for a dump that cannot come. The limit of `read` overrides TMOUT.
-"""
+times for the shells of a few calls, then 200 times, and only then by an `eval` of the whole. It is one line, so bash
+reads it whole before any of it runs. The copies of descriptors that bash keeps meanwhile are close-on-exec. A shell
+that cannot write its dump, because a command has closed our descriptors, exits: nothing waits for a dump that cannot
+come. The limit of `read` overrides TMOUT."""
 _CLOSE_COPIES = " ".join(f"{40 + number}<&-" for number in range(5))
 HIDE = (
     f"exec {' '.join(f'{40 + number}<&{OURS + number} {OURS + number}<&-' for number in range(5))}; "
     f"{{ exec {' '.join(f'{OURS + number}<&{11 + number}' for number in range(5))}; }} {_CLOSE_COPIES}; "
     f"exec {_CLOSE_COPIES}"
 )
-"""Makes our descriptors close-on-exec in a bash that was executed with them and sources this (`START`).
-
-To open a descriptor again after a redirection, bash keeps a copy of it, which is close-on-exec, as its own copies are.
-The first number of such a copy is 10, which `START` has taken. It has to be `exec` itself: what `builtin` runs makes
-no copy close-on-exec.
-"""
+"""Makes our descriptors close-on-exec in a bash that was executed with them and sources this (`START`). To open a
+descriptor again after a redirection, bash keeps a copy of it, which is close-on-exec, as its own copies are. The first
+number of such a copy is 10, which `START` has taken. It has to be `exec` itself: what `builtin` runs makes no copy
+close-on-exec."""
 FUNCTIONS = "__session_functions"
 """The variable in which the restoring script leaves the statements that define the session's functions."""
 DEFINE = f'\\builtin eval "${{{FUNCTIONS}-}}"'
@@ -233,10 +217,8 @@ DECLARE = re.compile(r"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)")
 
 
 def is_lost(status: int, out: bytes, err: bytes) -> bool:
-    """Return whether a shell that ended without a dump had lost our descriptors.
-
-    Bash writes on its standard error that it cannot open the loop; a command may have redirected that.
-    """
+    """Return whether a shell that ended without a dump had lost our descriptors."""
+    # Bash writes on its standard error that it cannot open the loop; a command may have redirected that.
     return status == LOST_STATUS and (out.endswith(LOST_MARK.encode()) or b": /proc/self/fd/1001: " in err)
 
 
@@ -258,10 +240,8 @@ class MalformedDumpError(ValueError):
 
 
 def number(text: str) -> int | None:
-    """Return a number that bash has printed; None for any other text, which a command may have written (pure).
-
-    `isdigit` is true of `²` and of any number of digits, and `int` accepts neither.
-    """
+    """Return a number that bash has printed; None for any other text, which a command may have written (pure)."""
+    # `isdigit` is true of `²` and of any number of digits, and `int` accepts neither.
     return int(text) if _NUMBER.fullmatch(text) else None
 
 
@@ -272,10 +252,8 @@ def exit_status(text: str) -> int | None:
 
 
 def parse_dump(data: bytes) -> tuple[int, ShellSession, Jobs]:
-    """Return the exit status, the session and the jobs of a whole dump; `MalformedDumpError` if a command interfered.
-
-    Most shells print what the last ones have printed, byte by byte. So the last results are kept, which saves 0.2 ms.
-    """
+    """Return exit status, session and jobs of a whole dump; `MalformedDumpError` if a command interfered."""
+    # Most shells print what the last ones have printed, byte by byte. So the last results are kept.
     if len(data) > MAX_DUMP_BYTES:
         raise MalformedDumpError(f"it is longer than {MAX_DUMP_BYTES} bytes")
     if len(data) > _KEPT_BYTES:
@@ -342,10 +320,7 @@ _KEPT_BYTES = 1 << 15
 
 
 def _statements(text: str) -> tuple[list[str], list[str]]:
-    """Split the output of `declare -p` into one statement for each variable, sorted by name, without volatile ones.
-
-    Return also the names of variables that bash no longer computes.
-    """
+    """Return the statements of `declare -p` by name, without volatile ones, and names that bash no longer computes."""
     declared: dict[str, str] = {}
     ordinary = set(_DYNAMIC)
     for statement in split_unquoted(text):
@@ -375,10 +350,7 @@ _STATEMENT = re.compile(
 
 
 def split_unquoted(text: str) -> list[str]:
-    """Split a text at the newlines that are not quoted; bash before 5.1 prints values with raw newlines.
-
-    A quotation that does not end is a `MalformedDumpError`.
-    """
+    """Split a text at the newlines that are not quoted; bash before 5.1 prints values with raw newlines."""
     statements, position = [], 0
     while position < len(text):
         match = _STATEMENT.match(text, position)

@@ -56,29 +56,19 @@ _HELLO = bytes((0x08, 10, 0x20, 1))
 
 
 class CriuFiles(NamedTuple):
-    """The descriptors that the proxy opens for one run of CRIU, in the order in which they cross.
+    """The descriptors that the proxy opens for one run of CRIU, in the order in which they cross."""
 
-    Attributes:
-        reply: A socket over which the operator talks to the proxy.
-        program: The directory of CRIU's program; see `ipc.inherited.PROGRAM`.
-        images: The directory of the images.
-        log: A file for CRIU's errors.
-    """
-
-    reply: int
-    program: int
-    images: int
-    log: int
+    reply: int  # A socket over which the operator talks to the proxy.
+    program: int  # The directory of CRIU's program; see `ipc.inherited.PROGRAM`.
+    images: int  # The directory of the images.
+    log: int  # A file for CRIU's errors.
 
 
 def operate(
     files: CriuFiles, arguments: list[str], inherited: Sequence[int] = (), *, restores: bool, segments_of: int = 0
 ) -> NoReturn:
-    """Start CRIU in the namespaces of this process, or of its children to come; end when CRIU ends. Call in a fork.
-
-    CRIU's arguments begin with its name. Restored processes get the inherited descriptors. `segments_of` is the pid of
-    a process that gets an IPC namespace with System V shared memory; 0 if none does.
-    """
+    """Start CRIU in the namespaces of this process or of its children; end when CRIU ends. Call it in a fork."""
+    # `segments_of` is the pid of a process that gets an IPC namespace with System V shared memory; 0 if none does.
     code = 1
     # Open until this process ends: so the proxy learns that CRIU has ended.
     link = DriverLink(socket.socket(fileno=files.reply))
@@ -117,10 +107,7 @@ def operate(
 def _serve(
     link: DriverLink, ended: int, tracer: int, changed: list[str], segments_of: int
 ) -> Envelope[FollowLinks] | None:
-    """Answer the proxy until CRIU ends; return the order with which a restore ends.
-
-    `tracer` is CRIU, as the sandbox numbers it; `changed` are the mounts without links. See `operate` for the last.
-    """
+    """Answer the proxy until CRIU (`tracer`) ends; return the order with which a restore ends."""
     poll = select.poll()
     poll.register(ended, select.POLLIN)
     poll.register(link, select.POLLIN)

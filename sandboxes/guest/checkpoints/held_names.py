@@ -49,10 +49,8 @@ _KERNEL_FILES = frozenset(
 _OWN_FILE = re.compile(rb"/proc/(\d+)/(?:task/\d+/)?(?:cmdline|io|limits|maps|smaps|stat|statm|status)")
 """Files that tell about one process. It may hold them itself, since a restore opens those of the same process."""
 MAX_NAMES = 20_000
-"""Limits the names of one look, which takes about 40 us a name. The processes stand still for that time.
-
-The value is an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them.
-"""
+"""Limits the names of one look, which takes about 40 us a name. The processes stand still for that time. The value is
+an estimate: programs hold some hundred names, and CRIU itself takes longer for each of them."""
 _MAX_NOTED_BYTES = 1 << 18
 """Limits the paths whose times are noted. The proxy reads and writes them on its event loop."""
 _SIOCUNIXFILE = 0x89E0
@@ -66,21 +64,12 @@ class UnsafeNameError(NotDumpableError):
 
 
 class HeldNames:
-    """One look at all processes of a sandbox but its pid 1.
-
-    Attributes:
-        mapped: CRIU's names of mapped files that it cannot open by itself, and their paths.
-        times: Times of the last access and change, in ns since 1970, by path: of what a restore touches.
-        noted: What the processes have set and CRIU does not save; see `lost_settings`.
-    """
+    """One look at all processes of a sandbox but its pid 1."""
 
     def __init__(self, tracer: int) -> None:
-        """Look, in the sandbox's mount namespace and root. About 1 ms for a shell and a Python program.
-
-        `tracer` is CRIU, as the sandbox numbers it. `NotDumpableError` or `OSError` mean that the processes must not
-        be dumped.
-        """
-        self.mapped: dict[str, str] = {}
+        """Look, in the sandbox's mount namespace and root; `tracer` is CRIU, as the sandbox numbers it."""
+        self.mapped: dict[str, str] = {}  # CRIU's names of mapped files that it cannot open by itself, and their paths.
+        # Times of the last access and change, in ns since 1970, by path: of what a restore touches.
         self.times: dict[str, list[int]] = {}
         self._plain: set[bytes] = set()
         self._memory = _device_of_shared_memory()
@@ -105,6 +94,7 @@ class HeldNames:
             return [noted, *_plain_sockets(bound, self._descriptors)]
 
         noted, *paths = lost_settings.in_child(look)
+        # What the processes have set and CRIU does not save; see `lost_settings`.
         self.noted = lost_settings.from_bytes(noted)
         for path in paths:
             self._note_times(os.path.dirname(path) or b"/")  # noqa: PTH120
@@ -169,12 +159,10 @@ class HeldNames:
             self._note_if_below(pid, fields, path)
 
     def _note_if_below(self, pid: str, fields: list[bytes], path: bytes) -> None:
-        """Note a file that is mapped from below the sandbox's root.
-
-        If the base is an overlay itself (the host's view), the kernel reports mappings as if they were made in that
-        lower overlay. No mount namespace lists its mount, so CRIU cannot name the files (Linux 6.18: backing_file_mmap
-        of stacked overlays). They become `external` files, which are opened again by path where they are restored.
-        """
+        """Note a file that is mapped from below the sandbox's root."""
+        # If the base is an overlay itself (the host's view), the kernel reports mappings in that lower overlay, whose
+        # mount no namespace lists (Linux 6.18: backing_file_mmap of stacked overlays). CRIU cannot name such files, so
+        # they become `external` and are opened again by path.
         device, inode = fields[3], int(fields[4])
         if device not in self._mounts:
             # One file tells the mount of all files of its device: opening one is the costly part.
@@ -199,11 +187,7 @@ class HeldNames:
         self.times[name] = [status.st_atime_ns, status.st_mtime_ns]
 
     def _bound(self) -> dict[bytes, bytes]:
-        """Return the names that Unix sockets are bound to: unlike other names, they are the agent's own words.
-
-        Such a name may be relative, may have been given below another root (chroot(2)) by a process that is gone, or
-        its file was moved.
-        """
+        """Return the names that Unix sockets are bound to: the agent's own words, maybe relative or out of date."""
         bound: dict[bytes, bytes] = {}
         with open("/proc/1/net/unix", "rb") as file:  # noqa: PTH123
             next(file)
@@ -218,7 +202,6 @@ class HeldNames:
 
 
 def _stands_still(pid: str, tracer: int) -> bool:
-    """Return whether a process still runs; all of its threads must be traced then."""
     try:
         tracers = {}
         for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
@@ -238,7 +221,6 @@ def _stands_still(pid: str, tracer: int) -> bool:
 
 
 def _require_same(path: bytes, held: os.stat_result, subject: str) -> None:
-    """Raise unless a name leads to what is held, without a link."""
     status = _look_up(path, subject)
     if status is None or not os.path.samestat(status, held):
         raise UnsafeNameError(f"{subject}, which is not there any more")
@@ -252,10 +234,8 @@ def _device_of_shared_memory() -> bytes:
 
 
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
-    """Raise unless a name leads to what is held without a link, or to the place of a file that was deleted.
-
-    Of what is known by its name only, `held` is None. The text of the error begins with the subject.
-    """
+    """Raise unless a name leads to what is held, without a link, or to the place of a file that was deleted."""
+    # Of what is known by its name only, `held` is None.
     if path.startswith((b"/proc/", b"/sys/")) and path not in _KERNEL_FILES:
         raise UnsafeNameError(f"{subject}, a file of the kernel")
     status = _look_up(path, subject)
@@ -295,11 +275,7 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
 
 
 def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int, bytes]]) -> list[bytes]:
-    """Compare the names that sockets are bound to with the kernel's names of their files; return these.
-
-    It runs in the sandbox's pid namespace. The wanted names are by the kernel's descriptions of the sockets, and each
-    open socket is given by process, descriptor and description.
-    """
+    """Compare the names that sockets are bound to with the kernel's names of their files; return these."""
     paths = []
     for pid, number, description in descriptors:
         if description in wanted:
@@ -321,5 +297,4 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
 
 
 def _text(name: bytes) -> str:
-    """Return a name for people, without what could break a line."""
     return ascii(name.decode(errors="backslashreplace"))[1:-1]

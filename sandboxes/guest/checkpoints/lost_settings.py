@@ -56,10 +56,7 @@ class NotDumpableError(Exception):
 
 
 def look(pids: Iterable[int]) -> Noted:
-    """Return what a restore has to set again. In the sandbox's pid namespace (`in_child`).
-
-    Raises NotDumpableError for what cannot be set again.
-    """
+    """Return what a restore has to set again; to be run in the sandbox's pid namespace (`in_child`)."""
     noted: Noted = {}
     # Restored processes begin with what pid 1 has: CRIU is its child then.
     own = {name: _text("/proc/1", name) for name in _FILES}
@@ -100,10 +97,8 @@ def put_back(noted: Noted) -> None:
 
 
 def in_child(act: Callable[[], list[bytes]]) -> list[bytes]:
-    """Return what a function returns in a child: that belongs to the pid namespace that this process has entered.
-
-    What is returned has no zero bytes. Raises NotDumpableError if the function does, or fails.
-    """
+    """Return what a function returns in a child, which belongs to the pid namespace that this process has entered."""
+    # What is returned has no zero bytes.
     reading, writing = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -140,7 +135,6 @@ def from_bytes(data: bytes) -> Noted:
 
 
 def _text(directory: str, name: str) -> str:
-    """Return the text of a file of a thread; empty for one that is ending, and on a kernel without the file."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{directory}/{name}") as file:  # noqa: PTH123
         return file.read().strip()
     return ""
@@ -157,7 +151,6 @@ def _require_restorable(thread: int, born: list[str], personality: str) -> None:
 
 
 def _require_saved(pid: int, number: int, target: str) -> None:
-    """Raise for a descriptor whose state CRIU loses a part of."""
     where = f"process {pid} holds "
     if target == "anon_inode:[eventfd]" and ("eventfd-semaphore", "1") in _info(pid, number):
         raise NotDumpableError(f"{where}an eventfd that is a semaphore, and a checkpoint does not hold that")
@@ -193,7 +186,6 @@ def _nameless_inode() -> str:
 
 
 def _waiting(pid: int, number: int) -> int:
-    """Return how many bytes can be read from a descriptor of another process."""
     with taken(pid, number) as fd:
         return _readable(fd)
 
@@ -206,11 +198,9 @@ def taken(pid: int, number: int) -> Iterator[int]:
 
 
 def _require_no_typing(path: str, subject: str) -> None:
-    """Raise if input of a terminal that passes on whole lines was not read yet.
-
-    CRIU reads whole lines and puts them behind the one that is being typed, also for the processes that run on, and a
-    restore lacks that one.
-    """
+    """Raise if input of a terminal that passes on whole lines was not read yet."""
+    # CRIU reads whole lines and puts them behind the one that is being typed, also for the processes that run on, and a
+    # restore lacks that one.
     fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         settings = termios.tcgetattr(fd)
@@ -242,7 +232,6 @@ def _readable(fd: int) -> int:
 
 
 def _options(pid: int, number: int) -> Noted:
-    """Return the options of a socket that a restore would not set."""
     noted: Noted = {}
     with taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
         is_tcp = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
@@ -261,7 +250,6 @@ def _options(pid: int, number: int) -> Noted:
 
 
 def _option(held: socket.socket, level: int, option: int) -> bytes | None:
-    """Return the value of an option; None if sockets of this kind have no such option."""
     try:
         return held.getsockopt(level, option, _OPTION_BYTES)
     except OSError:
@@ -276,6 +264,5 @@ def _set_options(options: Mapping[tuple[int, ...], str]) -> list[bytes]:
 
 
 def _with_local(settings: list[Any], *, off: int) -> list[Any]:
-    """Return the settings of a terminal with these local modes off."""
     *others, local, read_bits, write_bits, characters = settings
     return [*others, local & ~off, read_bits, write_bits, characters]

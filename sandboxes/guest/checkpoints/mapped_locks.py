@@ -34,10 +34,7 @@ RecordLock = list[int]
 
 
 def held(pids: Collection[int]) -> list[RecordLock] | None:
-    """Return the locks of the processes of which a restore would lose some. 0.02 ms without record locks.
-
-    None if a process that holds locks does not show what it has open and mapped.
-    """
+    """Return the locks that a restore would lose; None if a process that holds locks does not show its files."""
     with open("/proc/locks", "rb") as file:  # noqa: PTH123
         holders = {int(pid) for pid in _LOCK.findall(file.read())}
     locks: list[RecordLock] = []
@@ -54,10 +51,8 @@ def held(pids: Collection[int]) -> list[RecordLock] | None:
 
 
 def set_again(pids: Iterable[int], locks: Collection[RecordLock], freezer: int) -> None:
-    """Have frozen processes set their locks again; they are frozen again then. `OSError` says that they lack one.
-
-    `freezer` is the open file that thaws and freezes them. After an error they end with this process.
-    """
+    """Have frozen processes set their locks again; they are frozen again then. `OSError` says that they lack one."""
+    # After an error they end with this process.
     processes = Held(pids)
     os.pwrite(freezer, b"0", 0)
     for pid, number, kind, begin, length in locks:
@@ -88,7 +83,6 @@ def _locks(pid: int) -> Iterator[RecordLock]:
 
 
 def _maps_one(pid: int, descriptors: Iterable[int]) -> bool:
-    """Return whether a process has mapped the file of one of its descriptors."""
     paths = [f"/proc/{pid}/fd/{number}" for number in descriptors]
     files = [(os.stat(path), os.fsencode(os.readlink(path))) for path in paths]  # noqa: PTH115, PTH116
     for name in _mapped(pid) if files else ():
@@ -106,7 +100,6 @@ def _maps_one(pid: int, descriptors: Iterable[int]) -> bool:
 
 
 def _mapped(pid: int) -> set[bytes]:
-    """Return the names of the files that a process has mapped."""
     with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
         rows = (line.rstrip(b"\n").split(maxsplit=5) for line in file)
         # Only line breaks are escaped (seq_path in proc_pid_maps(5)).

@@ -49,10 +49,7 @@ def with_call(registers: Sequence[int], at: int, number: int, arguments: Sequenc
 
 
 def executable(maps: bytes) -> list[tuple[int, int]]:
-    """Return the begins and ends of the parts of memory with programs, in the order of /proc/PID/maps. Pure.
-
-    The kernel's own comes first, since it is small and has the instruction.
-    """
+    """Return the beginnings and ends of executable memory, in the order of /proc/PID/maps, the kernel's first. Pure."""
     rows = [line.split(maxsplit=5) for line in maps.splitlines()]
     rows.sort(key=lambda row: row[-1] != b"[vdso]")
     pairs = [row[0].split(b"-") for row in rows if row[1][0:1] == b"r" and row[1][2:3] == b"x"]
@@ -79,10 +76,7 @@ class Held:
                 raise OSError(f"thread {thread} does not stop: {status:#x}")
 
     def call(self, pid: int, number: int, arguments: Sequence[int], data: bytes) -> None:
-        """Have a process make a system call, whose last argument is the address of the data.
-
-        Raises OSError if the call fails, or cannot be made.
-        """
+        """Have a process make a system call, whose last argument is the address of the data."""
         if len(data) > DATA_BYTES:
             raise ValueError(f"{len(data)} bytes are too many: a call takes {DATA_BYTES}")
         registers, mask = _registers(pid), ctypes.create_string_buffer(8)
@@ -107,7 +101,6 @@ class Held:
             raise OSError(error, f"call {number} of process {pid}: {os.strerror(error & 0xFFF)}")
 
     def _run(self, pid: int) -> None:
-        """Let the main thread of a process run to its next stop at a call."""
         while True:
             _trace(_UNTIL_CALL, pid)
             _, status = os.waitpid(pid, _ANY_CHILD)
@@ -152,7 +145,6 @@ def _set_registers(thread: int, registers: Sequence[int]) -> None:
 
 
 def _instruction(pid: int, memory: int) -> int:
-    """Return the address of a `syscall` instruction of a process."""
     with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
         parts = executable(file.read())
     for begin, end in parts:
@@ -164,7 +156,6 @@ def _instruction(pid: int, memory: int) -> int:
 
 
 def _threads(pid: int) -> list[int]:
-    """Return the threads of a process that have not ended; none if there is no such process."""
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         return [thread for thread in map(int, names) if not _has_ended(thread)]

@@ -34,28 +34,20 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import close_all
 
 PID_DISTANCE = 1000
-"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree.
-
-The value is an estimate.
-"""
+"""How far above the restored pids those of CRIU and its helpers begin. CRIU forks some ten helpers a process tree. The
+value is an estimate."""
 
 
 class Restored(NamedTuple):
-    """Our side of what a checkpoint brought back.
-
-    Attributes:
-        servers: What was remembered of each server.
-        server_ends: Our ends of all servers' pipes, in order.
-        background: What was remembered of each background process, with our ends of its pipes by stream number.
-        restless: Whether the processes may have been changing files by themselves.
-    """
+    """Our side of what a checkpoint brought back."""
 
     anchor: Anchor
     shells: list[Shell]
-    servers: list[dict[str, Any]]
-    server_ends: list[int]
+    servers: list[dict[str, Any]]  # What was remembered of each server.
+    server_ends: list[int]  # Our ends of all servers' pipes, in order.
+    # What was remembered of each background process, with our ends of its pipes by stream number.
     background: list[tuple[dict[str, Any], dict[int, int]]]
-    restless: bool
+    restless: bool  # Whether the processes may have been changing files by themselves.
 
 
 class Restoring:
@@ -112,7 +104,6 @@ class Restoring:
 
 
 def _anchor_pipes(theirs: list[int]) -> tuple[int, int]:
-    """Make the anchor's pipes; return our ends, requests first, and add the anchor's ends to theirs."""
     requests, replies = os.pipe2(os.O_CLOEXEC), os.pipe2(os.O_CLOEXEC)
     narrow([requests[1]], 2 * PAGE)
     narrow([replies[0]])
@@ -121,14 +112,12 @@ def _anchor_pipes(theirs: list[int]) -> tuple[int, int]:
 
 
 def _shell_pipes(shell: dict[str, Any], theirs: list[int]) -> dict[int, int]:
-    """Make a shell's pipes; return our ends by the shell's descriptors, and add the shell's ends to theirs."""
     ours, ends = new_shell_pipes()
     theirs += [ends[number] for number in sorted(map(int, shell["pipes"]))]
     return ours
 
 
 def _server_pipes(server: dict[str, Any], theirs: list[int]) -> list[int]:
-    """Make a server's pipes; return our ends, and add the server's ends to theirs."""
     pairs = list(zip(*new_server_pipes(talks=server["talks"]), strict=True))
     count = len(server["pipes"])
     theirs += [end for _, end in pairs[:count]]
@@ -139,7 +128,6 @@ def _server_pipes(server: dict[str, Any], theirs: list[int]) -> list[int]:
 
 
 def _process_pipes(numbers: list[int], theirs: list[int]) -> dict[int, int]:
-    """Make the pipes of a process's streams; return our ends by number, and add the other ends to theirs."""
     ours = {}
     for number in numbers:
         reading, writing = os.pipe2(os.O_CLOEXEC)

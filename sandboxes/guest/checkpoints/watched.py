@@ -38,7 +38,6 @@ def watched_directories() -> list[str]:
 
 
 def _watches(pid: str) -> set[Inode]:
-    """Return what a process watches."""
     watches = set[Inode]()
     for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
         if os.readlink(f"/proc/{pid}/fd/{number}") != "anon_inode:inotify":  # noqa: PTH115
@@ -54,7 +53,6 @@ def _watches(pid: str) -> set[Inode]:
 
 
 def _homes(pid: str) -> list[str]:
-    """Return the working directory of a process with those above it, and its home."""
     path = os.readlink(f"/proc/{pid}/cwd")  # noqa: PTH115
     homes = [path]
     with open(f"/proc/{pid}/environ", "rb") as file:  # noqa: PTH123
@@ -64,7 +62,6 @@ def _homes(pid: str) -> list[str]:
 
 
 def _found(wanted: set[Inode], beginnings: list[str]) -> Iterator[tuple[Inode, str]]:
-    """Yield wanted directories with their paths, until all are found or enough were searched."""
     missing, devices, seen = set(wanted), {device for device, _ in wanted}, set[Inode]()
     queue = [os.path.normpath(path) for path in beginnings]
     for searched, path in enumerate(queue):

@@ -37,18 +37,15 @@ from sandboxes.shell_text import ShellSession
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 """How a directory is opened."""
 QUIET_S = 2.0
-"""How long files and processes must be unchanged until running processes count as writing nothing.
-
-A process that writes every second is noticed; one that writes more rarely than this is taken for silent in between.
-"""
+"""How long files and processes must be unchanged until running processes count as writing nothing. A process that
+writes every second is noticed; one that writes more rarely than this is taken for silent in between."""
 
 
 class Stillness:
     """Whether the processes that run in a sandbox may be changing files by themselves.
 
-    Which process wrote a file is not known. But a process that writes again and again is noticed before long, because a
-    call finds other files than the last call left. As long as it may be writing, each state is another one moments
-    later, and its record cannot be reused.
+    Which process wrote a file is not known, but a call that finds other files than the last call left shows that one
+    writes. As long as it may be writing, each state is another one moments later, and its record cannot be reused.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -73,24 +70,20 @@ class Stillness:
 
 
 class WrittenFiles:
-    """What a sandbox has written, compared with what it was before a call and with the root state.
-
-    Attributes:
-        disk_bytes: How much the sandbox may write.
-        reserve_bytes: With less free disk than this, failures are the machine's.
-        below_bytes: What the sandbox has written into layers below its upper directory.
-        too_deep: Whether directories are nested too deeply to be walked. Such a state is never frozen.
-    """
+    """What a sandbox has written, compared with what it was before a call and with the root state."""
 
     def __init__(self, roots: delta.DeltaRoots, tracker: FileTracker, disk_bytes: int, reserve_bytes: int) -> None:
         self.roots, self.tracker = roots, tracker
+        # `disk_bytes`: how much the sandbox may write.
+        # `reserve_bytes`: with less free disk than this, failures are the machine's.
         self.disk_bytes, self.reserve_bytes = disk_bytes, reserve_bytes
+        # `below_bytes`: what the sandbox has written into layers below its upper directory.
+        # `too_deep`: whether directories are nested too deeply to be walked. Such a state is never frozen.
         self.below_bytes, self.too_deep = 0, False
         self._measured_free = free_bytes(roots.upper)
         self._disk = DiskWatch(roots.upper, disk_bytes, reserve_bytes)
 
     def _top(self) -> int:
-        """Return a descriptor of the sandbox's root directory, as its processes see it."""
         return os.open("/", FOLDER)
 
     def look(self) -> bool:
@@ -105,7 +98,7 @@ class WrittenFiles:
         return changed
 
     def nests_too_deep(self) -> bool:
-        """Look for directories that are nested too deeply; 2 us an entry."""
+        """Look for directories that are nested too deeply."""
         try:
             delta.size_bytes(self.roots.upper)
         except TreeTooDeepError:
@@ -176,7 +169,6 @@ class Changes(WrittenFiles):
 
     @functools.cached_property
     def _may_index(self) -> bool:
-        """Whether the kernel may keep an index of what lies below."""
         # A second for a large base, so the proxy remembers it.
         return self._regular_below or link_groups.only_regular(self.roots.lower)
 
@@ -194,10 +186,7 @@ class Changes(WrittenFiles):
         return self.tracker.scan.size_bytes if self.written and not self.too_deep else 0
 
     def switched(self, upper: int, lower: int, table: int, switched: LayersSwitched) -> None:
-        """Go on over other layers: a new, empty upper directory, and what lies below it now.
-
-        The table is the complete one of the state, or an empty file; it is closed here.
-        """
+        """Go on over other layers: a new upper directory, and what lies below; the table is complete or empty."""
         # `look` would go on comparing the wrong directory. The mounts are the caller's.
         os.close(self.roots.upper)
         self.roots = delta.DeltaRoots(upper, lower, self.roots.root)

@@ -28,11 +28,7 @@ def run(
     enter: Callable[[], None],
     over_disk: Callable[[], str | None],
 ) -> tuple[FileOutcome, bytes]:
-    """Run an operation in a child; return its outcome and its answer.
-
-    The descriptor of an archive to unpack is closed. `enter` is called in the child first: it drops the rights that the
-    agent lacks. `over_disk` says, called again and again, that the disk has run out.
-    """
+    """Run an operation in a child, once `enter` has dropped the rights that the agent lacks; return its outcome."""
     reading, writing = os.pipe2(os.O_CLOEXEC)
     # The supervisor watches time and disk while it reads, so it must never wait in read(2).
     os.set_blocking(reading, False)
@@ -65,7 +61,6 @@ def run(
 def _operate(
     request: RunFileOperation, body: bytes, fds: Sequence[int], enter: Callable[[], None], result: int
 ) -> NoReturn:
-    """In the child: drop rights, run the operation, write the result, end."""
     try:
         # First of all: no line of the operation runs with a right that the agent lacks.
         enter()
@@ -75,7 +70,6 @@ def _operate(
 
 
 def _read_all(fd: int, timeout_s: float, over_disk: Callable[[], str | None]) -> tuple[bytes, bool]:
-    """Read a pipe to its end; return what came, and whether the end was reached in time."""
     output = Output(fd)
     deadline = time.monotonic() + timeout_s
     waiting = poll()

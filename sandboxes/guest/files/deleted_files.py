@@ -7,9 +7,8 @@ from functools import cache
 
 MAX_DESCRIPTORS = 20_000
 """The most descriptors that one look reads, in 0.2 s. A sandbox may have some ten million: 512 threads share 65,536.
-
-While pid 1 looks at them it watches neither time nor disk. A hundred threads with a hundred open files each are below.
-"""
+While pid 1 looks at them it watches neither time nor disk. A hundred threads with a hundred open files each are
+below."""
 
 
 class TooManyDescriptorsError(Exception):
@@ -17,11 +16,8 @@ class TooManyDescriptorsError(Exception):
 
 
 def size_bytes(pids: Iterable[int]) -> int:
-    """Return the bytes on disk of the deleted files that processes have open; 8 us a descriptor.
-
-    Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES). With too many
-    descriptors, raise `TooManyDescriptorsError`.
-    """
+    """Return the bytes on disk of the deleted files that processes have open."""
+    # Threads count by themselves, because each may have descriptors of its own (clone(2), CLONE_FILES).
     found = {}
     for path in _descriptors(pids):
         try:
@@ -34,10 +30,8 @@ def size_bytes(pids: Iterable[int]) -> int:
 
 
 def are_hidden(pids: Iterable[int]) -> bool:
-    """Return whether processes may hold deleted files in a way whose size cannot be seen.
-
-    They map them, have them under way in a socket, do not show their descriptors (PR_SET_DUMPABLE), or have too many.
-    """
+    """Return whether processes may hold deleted files in a way whose size cannot be seen."""
+    # They map them, have them under way in a socket, do not show their descriptors (PR_SET_DUMPABLE), or have too many.
     pids = list(pids)
     try:
         return any(map(_maps_deleted, pids)) or any(map(_carries_descriptors, _descriptors(pids, strictly=True)))
@@ -46,10 +40,7 @@ def are_hidden(pids: Iterable[int]) -> bool:
 
 
 def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str]:
-    """Yield the paths of the descriptors of all threads; one that has ended has none.
-
-    If `strictly`, a process that does not show them raises `PermissionError`.
-    """
+    """Yield the descriptors of all threads; if `strictly`, a process that hides them raises `PermissionError`."""
     count = 0
     for pid in pids:
         try:
@@ -69,7 +60,6 @@ def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str
 
 @cache
 def _memory() -> int:
-    """Return the device of files in memory: those of memfd_create(2), and shared memory."""
     fd = os.memfd_create("device")
     try:
         return os.fstat(fd).st_dev

@@ -12,17 +12,11 @@ fixed number of inodes. With this, limits and budgets of bytes bound the number 
 
 
 class DeltaRoots(NamedTuple):
-    """Descriptors of the directories that are compared.
+    """Descriptors of the directories that are compared."""
 
-    Attributes:
-        upper: What the sandbox has written since its last layer.
-        lower: What lies below it.
-        root: The root state.
-    """
-
-    upper: int
-    lower: int
-    root: int
+    upper: int  # What the sandbox has written since its last layer.
+    lower: int  # What lies below it.
+    root: int  # The root state.
 
 
 def bytes_on_disk(status: os.stat_result) -> int:
@@ -31,10 +25,7 @@ def bytes_on_disk(status: os.stat_result) -> int:
 
 
 def size_bytes(upper: int, most: int | None = None) -> int:
-    """Return the bytes on disk of an upper layer, of which each entry takes `ENTRY_BYTES` at least.
-
-    Counting stops above `most`; None counts to the end.
-    """
+    """Return the bytes on disk of an upper layer, each entry `ENTRY_BYTES` at least. Counting stops above `most`."""
     total = 0
     for folder in trees.folders(upper):
         for entry in folder.entries:

@@ -42,20 +42,15 @@ def limit_note(ending: str, disk_bytes: int) -> bytes:
 
 
 class DiskWatch:
-    """Says whether a sandbox has used too much disk. It lives as long as the sandbox, so that no growth is missed.
-
-    Attributes:
-        below_bytes: What the sandbox has written into layers already.
-        unmeasured_free: The free bytes of the disk when the files could be measured for the last time; None if they can
-            be measured. Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
-    """
+    """Says whether a sandbox has used too much disk. It lives as long as the sandbox, so that no growth is missed."""
 
     def __init__(self, upper: int, limit: int, reserve: int) -> None:
-        """Watch a sandbox, which may have `limit` bytes of new files; see `delta.ENTRY_BYTES` for small files.
-
-        With fewer free bytes on the disk than the reserve, or inodes for them, failures are the machine's.
-        """
+        """Watch a sandbox that may have `limit` bytes of new files; see `delta.ENTRY_BYTES` for small files."""
+        # With fewer free bytes on the disk than the reserve, or inodes for them, failures are the machine's.
+        # `below_bytes`: what the sandbox has written into layers already.
         self.upper, self.below_bytes = upper, 0
+        # The free bytes of the disk when the files could be measured for the last time; None if they can be measured.
+        # Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
         self.unmeasured_free: int | None = None
         self._limit, self._reserve, self._step = limit, reserve, min(limit // 8, 16 << 20)
         # Free space is one cheap system call; a walk of the upper directory is not. Other writers on the same disk only
@@ -67,10 +62,10 @@ class DiskWatch:
     def over(self, pids: Callable[[], Iterable[int]]) -> str | None:
         """Return a reason if the sandbox has used too much disk. Called often, it looks now and then.
 
-        It measures the sandbox's files, and the deleted ones that its processes hold, only when the disk's free space
-        or inodes have fallen enough since the last measurement that they may have grown over the limit. The reasons are
-        "disk" over the limit, "depth" if directories are nested too deeply to be measured, and "host" if the reserve is
-        touched, or if the disk has lost more than the limit beside too many descriptors.
+        It measures the files, and the deleted ones that processes hold, only when the disk's free space or inodes have
+        fallen enough for them to have grown over the limit. The reasons are "disk" over the limit, "depth" if
+        directories are nested too deeply to be measured, and "host" if the reserve is touched, or the disk lost more
+        than the limit beside too many descriptors.
         """
         if time.monotonic() - self._looked < WATCH_S / 2:
             return None
@@ -81,7 +76,6 @@ class DiskWatch:
         return reason
 
     def _reason(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
-        """Return what `over` returns, by the free bytes now. They are kept if there is no reason."""
         if min(now) < self._reserve:
             return "host"
         if not self._has_fallen(self._free, now):
@@ -103,15 +97,12 @@ class DiskWatch:
         return reason
 
     def _has_fallen(self, before: tuple[int, int], now: tuple[int, int]) -> bool:
-        """Return whether so much less is free that it is worth a measurement."""
         return max(before[0] - now[0], before[1] - now[1]) >= self._step
 
     def _measured(self, now: tuple[int, int], pids: Callable[[], Iterable[int]]) -> str | None:
-        """Return "disk", "depth" or None, by the files.
-
-        `TooManyDescriptorsError` says that those that are not deleted are within the limit, and the others are not
-        known.
-        """
+        """Return "disk", "depth" or None, by the files."""
+        # `TooManyDescriptorsError` says that those that are not deleted are within the limit, and the others are not
+        # known.
         if self.unmeasured_free is not None:
             return "disk" if self.below_bytes + self.unmeasured_free - now[0] > self._limit else None
         deleted: int | None = None

@@ -1,8 +1,4 @@
-"""Docker's `archive` operations: stat, pack and extract of paths and tar archives.
-
-`operations` calls them in a child, so within the sandbox's root and with the agent's rights. Statuses and texts
-equal Docker 20.10.
-"""
+"""Docker's `archive` operations, with the statuses and texts of Docker 20.10, run in a child by `operations`."""
 
 import bz2
 import gzip

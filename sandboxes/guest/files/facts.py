@@ -34,15 +34,10 @@ _OPENED = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 
 
 class Facts(NamedTuple):
-    """Hashes of one entry.
+    """Hashes of one entry."""
 
-    Attributes:
-        what: A hash of all that programs see of it, without its name and its time.
-        content: A hash of its content alone; empty for an entry without content.
-    """
-
-    what: bytes
-    content: bytes
+    what: bytes  # A hash of all that programs see of it, without its name and its time.
+    content: bytes  # A hash of its content alone; empty for an entry without content.
 
 
 def modified_ns(status: os.stat_result) -> int:
@@ -54,12 +49,8 @@ def modified_ns(status: os.stat_result) -> int:
 
 
 def of_entry(name: str, status: os.stat_result, folder: int, marks: str, shared: str = "") -> Facts:
-    """Return the hashes of an entry that is no directory. A small file takes 15 us; a large one is read at 1.3 GB/s.
-
-    `marks` is the prefix of overlayfs' own attributes where the entry is stored; empty below a mounted overlay, which
-    shows none of them. `shared` is the path that stands for its inode if there are several: writing to one path changes
-    all.
-    """
+    """Return the hashes of an entry that is no directory. `marks` is the prefix of overlayfs' own attributes there."""
+    # `shared` is the path that stands for its inode if there are several: writing to one path changes all.
     if stat.S_ISREG(status.st_mode):
         fd = open_unnoticed(name, _OPENED, within=folder)
         try:
@@ -109,7 +100,6 @@ def _hash(data: bytes) -> bytes:
 
 
 def _file_content(fd: int, size: int) -> bytes:
-    """Return the hash of an open file's content; the size is that of the last look."""
     if size < PIECE_BYTES:
         # Nearly all files end here. One byte more than the size tells whether it has grown meanwhile.
         data = os.pread(fd, size + 1, 0)
@@ -130,14 +120,10 @@ class ContentHash:
     """The hash of a regular file's content, computed from its pieces; `content` returns the same."""
 
     def __init__(self, size: int) -> None:
-        """Begin the hash of a file of a size in bytes."""
         self._size, self._whole = size, hashlib.sha256()
 
     def update(self, at: int, data: bytes) -> None:
-        """Add a piece: `PIECE_BYTES`, or fewer at the end of the file, at a multiple of that.
-
-        Offsets increase. What is left out is zeros.
-        """
+        """Add a piece: `PIECE_BYTES` (the last may be shorter) at a rising multiple of that. Gaps are zeros."""
         # hashlib gives up the interpreter's lock for large pieces, so other threads go on.
         if self._size < PIECE_BYTES:
             self._whole.update(data)
@@ -164,7 +150,6 @@ def _next_data(fd: int, at: int, size: int) -> int:
 
 
 def _attributes(target: int | str, marks: str) -> list[tuple[str, bytes]]:
-    """Return the extended attributes, ACLs and file capabilities among them, as programs in the sandbox see them."""
     follow = isinstance(target, int)
     try:
         names = os.listxattr(target, follow_symlinks=follow)

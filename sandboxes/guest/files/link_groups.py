@@ -27,12 +27,8 @@ _File = tuple[int, int]
 
 
 def copy_up_names(roots: DeltaRoots, top: int, changed: Iterable[str], known: Mapping[str, bytes], marks: str) -> bool:
-    """Copy up the other names of lower files of which a changed path of the upper directory hides or was one.
-
-    `top` is the sandbox's root as its processes see it, and `known` has all paths of the upper directory. Return
-    whether any name was copied up. 5 us for each changed path, and 2 us an entry of what lies around a file with more
-    names: the walk ends with the last of them.
-    """
+    """Copy up the other names of lower files of which one name was written or removed; return whether any was."""
+    # `top` is the sandbox's root as its processes see it, and `known` has all paths of the upper directory.
     wanted: dict[_File, int] = {}
     around = set[str]()
     for path in changed:
@@ -47,7 +43,7 @@ def copy_up_names(roots: DeltaRoots, top: int, changed: Iterable[str], known: Ma
 
 
 def only_regular(folder: int) -> bool:
-    """Return whether only regular files have several names in a directory of layers. 1 us an entry."""
+    """Return whether only regular files have several names in a directory of layers."""
     for inside in trees.folders(folder):
         for entry in inside.entries:
             regular = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
@@ -87,7 +83,6 @@ class _Name(NamedTuple):
 
 
 def _files(top: int) -> Iterator[_Name]:
-    """Yield what is below a directory of layers and is no directory."""
     for folder in trees.folders(top):
         for entry in folder.entries:
             status = entry.stat(follow_symlinks=False)
@@ -115,7 +110,6 @@ def _names(lower: int, wanted: dict[_File, int], around: Iterable[str]) -> Itera
 
 
 def _copy_up(top: int, path: str) -> bool:
-    """Have overlayfs copy up a file, if it still shows at this path; return whether it did."""
     folder, _, name = path.rpartition("/")
     within = trees.open_below(top, folder)
     if within is None:

@@ -34,12 +34,7 @@ _SOURCE_FD, _RESULT_FD = 3, 4
 
 
 class FileRequestError(Exception):
-    """An operation cannot be carried out.
-
-    Attributes:
-        status: The HTTP status.
-        title: The title of the problem details.
-    """
+    """An operation cannot be carried out; with the status and the title of the problem details."""
 
     def __init__(self, status: int, title: str, detail: str) -> None:
         super().__init__(detail)
@@ -47,10 +42,7 @@ class FileRequestError(Exception):
 
 
 def perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Result:
-    """Run an operation and return its answer; failures are problem details (RFC 9457).
-
-    A statement on a database returns an outcome in the answer's place, because more is to be known of it.
-    """
+    """Run an operation; return its answer: problem details on failure, an outcome for a database statement."""
     try:
         if isinstance(path := fields.get("path"), str):
             user_files.require_foreign(path)
@@ -230,7 +222,6 @@ def _delete(path: str) -> FileAnswer:
 
 
 def _unpack(target: str) -> FileAnswer:
-    """Unpack the tar stream on descriptor 3 below target, as tar would inside the sandbox."""
     os.makedirs(target, exist_ok=True)  # noqa: PTH103
     try:
         # `r|*` reads the archive as a stream, without seeking, because descriptor 3 may be a pipe.
@@ -291,10 +282,7 @@ def run_apart(tool: str, fields: dict[str, Any], body: bytes, result: int, sourc
 
 
 def parse_result(data: bytes, *, whole: bool) -> Result:
-    """Return what a child wrote to its result pipe, whose end may not have been reached.
-
-    The child runs with the agent's rights, so the agent's processes may have interfered with it.
-    """
+    """Return what a child wrote to its result pipe. The agent's processes may have interfered with it."""
     # Two lengths in a line, the outcome, then the answer as it is: a frame would need another copy of what may be half
     # a gigabyte. A child that is killed while it writes, for its memory or by the agent, leaves a shorter one.
     head, _, rest = data.partition(b"\n")

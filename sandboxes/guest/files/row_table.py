@@ -25,15 +25,10 @@ _SUM = 512
 
 
 class Row(NamedTuple):
-    """How a path differs from the root state.
+    """How a path differs from the root state."""
 
-    Attributes:
-        kind: `GONE`, `FIXED` or `CLOCKED`.
-        what: A hash of what is there (`facts`); empty if it is gone, and for a directory of which only the time
-            differs.
-    """
-
-    kind: int
+    kind: int  # `GONE`, `FIXED` or `CLOCKED`.
+    # A hash of what is there (`facts`); empty if it is gone, and for a directory of which only the time differs.
     what: bytes = b""
     mtime_ns: int = 0
 
@@ -56,13 +51,7 @@ class MalformedTableError(Exception):
 
 
 class RowTable:
-    """A table in memory or in a mapped file.
-
-    Attributes:
-        complete: Whether it has every row of its state.
-        content: The sum of the state's rows.
-        order: The sum of the state's order of times.
-    """
+    """A table in memory or in a mapped file."""
 
     def __init__(self, data: memoryview) -> None:
         """Look at a table; nothing is read yet. A wrong header or length is a `MalformedTableError`."""
@@ -77,13 +66,15 @@ class RowTable:
         # Bytes behind its end are no error: tables of several layers lie one after another (`split`).
         if magic != _MAGIC or self.end > len(data):
             raise MalformedTableError("it is not a table of rows, or it was cut")
+        # `complete`: whether it has every row of its state.
         self._data, self.complete = data, bool(complete)
+        # `content`: the sum of the state's rows.
+        # `order`: the sum of the state's order of times.
         self.content, self.order = (
             int.from_bytes(data[at : at + _SUM], "little") for at in (_HEADER.size, _HEADER.size + _SUM)
         )
 
     def __len__(self) -> int:
-        """Return the number of rows."""
         return int(self._count)
 
     def path(self, number: int) -> bytes:
@@ -99,7 +90,7 @@ class RowTable:
         return None if kind == SAME else Row(kind, what if any(what) else b"", mtime_ns)
 
     def find(self, path: bytes) -> Row | None:
-        """Return the row of a path; None if it has none, or is as in the root state. 20 us for a million rows."""
+        """Return the row of a path; None if it has none, or is as in the root state."""
         number = self._first(path)
         return self.row(number) if number < self._count and self.path(number) == path else None
 
@@ -161,10 +152,7 @@ class RowTable:
 
 
 def pack(rows: Iterable[tuple[bytes, Row | None]], content: int, order: int, *, complete: bool) -> bytes:
-    """Return a table of rows, which are in the order of their paths. 2 us a row.
-
-    `content` and `order` are sums of the state; `complete` says that these are all of its rows.
-    """
+    """Return a table of rows, which are in the order of their paths; the sums are of the whole state."""
     body, paths, end, times = bytearray(), [], 0, []
     count = 0
     for path, row in rows:
@@ -195,7 +183,7 @@ def split(data: bytes) -> list[RowTable]:
 
 
 def check(data: bytes) -> None:
-    """Read a table that comes from elsewhere. 2 us a row. What `pack` does not write is a `MalformedTableError`."""
+    """Read a table that comes from elsewhere. What `pack` does not write is a `MalformedTableError`."""
     table = RowTable(memoryview(data))
     try:
         rows = list(table.items())

@@ -43,25 +43,19 @@ _LINKS = struct.Struct("<QI")
 
 
 class _Entry(NamedTuple):
-    """An entry of the upper directory as it was last read: its row, and the hash of its content."""
-
     row: Row | None
     content: bytes
 
 
 class UpperScan:
-    """The rows of one upper directory.
-
-    Attributes:
-        signatures: The `stat` of each entry, by path; the empty path is the directory itself.
-        touched: The paths whose rows the last update may have changed.
-        size_bytes: The bytes on disk of the entries, each counted with `ENTRY_BYTES` at least, at the last update.
-    """
+    """The rows of one upper directory."""
 
     def __init__(self, marks: str, born_ns: int) -> None:
         """Start with an empty upper directory. Times before the root state was made are not those of calls."""
+        # The `stat` of each entry, by path; the empty path is the directory itself.
         self.signatures: dict[str, bytes] = {}
-        self.touched: set[str] = set()
+        self.touched: set[str] = set()  # The paths whose rows the last update may have changed.
+        # The bytes on disk of the entries, each counted with `ENTRY_BYTES` at least, at the last update.
         self.size_bytes = 0
         self._marks, self._born_ns = marks, born_ns
         self._entries: dict[str, _Entry] = {}
@@ -103,10 +97,8 @@ class UpperScan:
     # -- looking -----------------------------------------------------------------------------------------------------
 
     def update(self, roots: DeltaRoots, base: StateRows, top: int | None = None) -> bool:
-        """Read what changed since the last look; return whether anything did. 2 us an entry, and what is read.
-
-        With the root directory of the sandbox as `top`, all names of a hard link are copied up once one was.
-        """
+        """Read what changed since the last look; return whether anything did."""
+        # With the root directory of the sandbox as `top`, all names of a hard link are copied up once one was.
         before, self.touched = self.signatures, set()
         # Most calls write nothing. This takes a third of a walk.
         if len(before) == 1 and before.get("") == _signature(os.fstat(roots.upper), 0) and not os.listdir(roots.upper):  # noqa: PTH208
@@ -140,7 +132,6 @@ class UpperScan:
         return True
 
     def _folder(self, path: str, changed: set[str], roots: DeltaRoots, base: StateRows, fresh: dict[str, bool]) -> None:
-        """Compare a directory of the upper layer, and those of its entries that changed."""
         prefix = f"{path}/" if path else ""
         # Directories are named with a slash at the end below.
         opened = [trees.open_below(top, prefix) for top in roots]
@@ -205,7 +196,6 @@ class UpperScan:
         return Row(FIXED, now) if timeless else self._dated(now, status)
 
     def _entry(self, path: str, upper: int, root: int | None, base: StateRows) -> None:
-        """Compare an entry that changed. Directories have a comparison of their own (`_folder`)."""
         name = path.rpartition("/")[2]
         status = os.stat(name, dir_fd=upper, follow_symlinks=False)
         if stat.S_ISDIR(status.st_mode):
@@ -239,7 +229,6 @@ class UpperScan:
     # -- implied rows ------------------------------------------------------------------------------------------------
 
     def _hide(self, path: str, base: StateRows) -> None:
-        """Note that nothing of the layers below shows below a path."""
         self._forget_implied(path)
         for below in base.below(path):
             self._imply(path, below, None)
@@ -268,10 +257,6 @@ class UpperScan:
 
 
 def _signatures(upper: int) -> tuple[dict[str, bytes], int]:
-    """Return the packed `stat` of each entry of an upper directory, by path, and the bytes of all on disk.
-
-    If two signatures are equal, nothing changed.
-    """
     signatures, size_bytes = {"": _signature(os.fstat(upper), 0)}, 0
     recent = time.time_ns() - _TICK_NS
     for folder in trees.folders(upper):
@@ -299,7 +284,6 @@ def _signature(status: os.stat_result, recent: int) -> bytes:
 
 
 def _facts(signature: bytes) -> tuple[int, int, int]:
-    """Return the mode, size and modification time in a signature."""
     fields = _SIGNATURE.unpack(signature)
     return fields[2], fields[5], fields[6]
 
@@ -314,11 +298,9 @@ def _shared(signatures: dict[str, bytes]) -> dict[str, str]:
 
 
 def _is_timeless(status: os.stat_result) -> bool:
-    """Return whether a directory is one for everybody's temporary files, such as /tmp.
-
-    Programs make and remove files there all the time, shells with every longer here-document. The sticky bit tells such
-    a directory; its own time does not count.
-    """
+    """Return whether a directory is one for everybody's temporary files, such as /tmp, by its sticky bit."""
+    # Programs make and remove files there all the time, shells with every longer here-document. Its own time does not
+    # count.
     return bool(status.st_mode & stat.S_ISVTX)
 
 

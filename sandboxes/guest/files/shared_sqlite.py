@@ -1,8 +1,4 @@
-"""SQLite on a database file that the shell can use too: one connection for each call.
-
-It runs in a child of the supervisor, with the rights of the agent's processes. What a call changed is noticed as any
-change of files is.
-"""
+"""SQLite on a database file that the shell can use too: one connection for each call, in a child of the supervisor."""
 
 import sqlite3
 from pathlib import Path

@@ -29,20 +29,17 @@ _RESORTED = 64
 
 
 class StateRows:
-    """The rows of one state.
-
-    Attributes:
-        changes: The rows above the table; None for a path that is as in the root state.
-        content: The sum of all rows without times of the clock.
-        order: The sum of the order of those times.
-    """
+    """The rows of one state."""
 
     def __init__(self, tables: Iterable[RowTable] = (), table: RowTable | None = None) -> None:
         """Take a state's complete table, if there is one, and those of the layers above, the topmost first."""
         self._table = table
         known = list(tables)
+        # The rows above the table; None for a path that is as in the root state.
         self.changes = row_table.merged(known)
         top = known[0] if known else table
+        # `content`: the sum of all rows without times of the clock.
+        # `order`: the sum of the order of those times.
         self.content, self.order = (0, 0) if top is None else (top.content, top.order)
         self._sort()
 
@@ -109,7 +106,7 @@ class StateRows:
     # -- changing ----------------------------------------------------------------------------------------------------
 
     def update(self, rows: Rows) -> bool:
-        """Change rows and both sums; return whether any row differs. Some 10 us a row, whatever the state's size."""
+        """Change rows and both sums; return whether any row differs."""
         # All rows before any of them changes: sums of differences need both sides.
         before = {path: self.get(path) for path in rows}
         changed = {path: row for path, row in rows.items() if row != before[path]}
@@ -152,7 +149,6 @@ class StateRows:
     # -- the order of times ------------------------------------------------------------------------------------------
 
     def _around(self, touched: Collection[int]) -> set[int]:
-        """Return touched times with the nearest other times before and after each of them."""
         around, end = set(touched), -1
         for time in sorted(touched):
             # Up to the next other time, all touched ones have the same neighbours.

@@ -29,7 +29,7 @@ def added(total: int, more: int) -> int:
 
 
 def term(*parts: bytes) -> int:
-    """Return the number of a member. 2 us."""
+    """Return the number of a member."""
     # Each part with its length, because a part may hold any byte.
     data = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
     return int.from_bytes(hashlib.shake_128(data).digest(SUM_BYTES), "little")
@@ -55,11 +55,9 @@ def group(paths: Iterable[bytes]) -> Group:
 
 
 def pairs(times: Iterable[int], touched: Collection[int], group_at: Callable[[int], Group]) -> int:
-    """Return the sum of the pairs of neighbours that concern some of the times.
-
-    The times are the touched ones and, for each of them, the nearest earlier and later one that is not touched. The sum
-    of all pairs changes by the difference of two such sums, after the change and before it.
-    """
+    """Return the sum of the pairs of neighbours that concern some of the times."""
+    # The times are the touched ones and, for each, the nearest earlier and later one that is not touched. The sum of
+    # all pairs changes by the difference of two such sums, after the change and before it.
     total, before, concerned = 0, b"", False
     for time in sorted(set(times)):
         here = group_at(time)

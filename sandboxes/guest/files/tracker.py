@@ -21,28 +21,22 @@ _CLOCK_REALTIME_COARSE = 5
 
 
 class FileTracker:
-    """What the files of one sandbox differ in from its root state.
-
-    Attributes:
-        base: The rows of the state below the upper directory.
-        now: The rows of the present state.
-        order: The order in which the last call wrote; see `write_order`.
-        expected: The order in which the next call has to write, because it is a replay; None for any other call.
-        linked_below: Whether the layers below have hard links, so that overlayfs keeps an index of them.
-        linked: Whether calls have made hard links that showed after a call. It is part of the state, also once they are
-            gone: with an index, the hard links of the base stay links too.
-    """
+    """What the files of one sandbox differ in from its root state."""
 
     def __init__(self, marks: str, born_ns: int, rows: StateRows, *, linked_below: bool, linked_root: bool) -> None:
-        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`.
-
-        `linked_root` says whether the root state has hard links: then all states of the task have an index.
-        """
+        """Start over an empty upper directory, with the rows of the state below; see `UpperScan`."""
+        # `linked_root`: whether the root state has hard links. Then all states of the task have an index.
         self._marks, self._born_ns = marks, born_ns
+        # `base`: the rows of the state below the upper directory.
+        # `now`: the rows of the present state.
         self.base = self.now = rows
+        # `linked_below`: whether the layers below have hard links, so that overlayfs keeps an index of them.
         self.linked_below, self._linked_root = linked_below, linked_root
+        # Whether calls have made hard links that showed after a call. It is part of the state, also once they are gone:
+        # with an index, the hard links of the base stay links too.
         self.linked = linked_below and not linked_root
-        self.order: bytes | None = None
+        self.order: bytes | None = None  # The order in which the last call wrote; see `write_order`.
+        # The order in which the next call has to write, because it is a replay; None for any other call.
         self.expected: bytes | None = None
         self._begin()
 
@@ -51,10 +45,7 @@ class FileTracker:
         self._looked_ns = _coarse_ns()
 
     def look(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:
-        """Update the rows; return whether any differs from the last look. 2 us an entry of the upper directory.
-
-        `top` opens the root of the sandbox, to give files the recorded order of times.
-        """
+        """Update the rows; return whether any differs from the last look. `top` opens the root, for recorded times."""
         expected, self.expected, self.order = self.expected, None, None
         changed = False
         if self._update(roots, top):
@@ -109,10 +100,8 @@ class FileTracker:
         return self.now.table_of(self.scan.rows)
 
     def shown(self) -> dict[str, tuple[str, int]] | None:
-        """Return what differs from the root state, for people; None if it is too much to show.
-
-        Directories of which only the time differs are left out: their entries tell more.
-        """
+        """Return what differs from the root state, for people; None if it is too much to show."""
+        # Directories of which only the time differs are left out: their entries tell more.
         if self.now.count > _SHOWN:
             return None
         return {path: (row.what.hex() or "-", row.mtime_ns) for path, row in self.now.items() if not row.is_time_only}

@@ -1,7 +1,6 @@
-"""Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove.
+"""Files as one of the sandbox's users: read, write, info, list, mkdir, move and remove, in a child.
 
-Each operation runs in a child, as in `operations`; the child becomes the user first. Paths may be relative to
-that user's home. The texts of errors equal E2B's servers.
+The child becomes the user. Paths may be relative to that user's home. The texts of errors equal E2B's servers.
 """
 
 import errno
@@ -36,10 +35,7 @@ class UserFileError(Exception):
 def perform(
     tool: str, fields: dict[str, Any], transfer: Callable[[str], tuple[int, str, bytes]]
 ) -> tuple[int, str, bytes]:
-    """Return an operation's answer: JSON, or the bytes of a file; JSON with `kind` and `detail` for a failure.
-
-    `transfer` reads or writes the file at a path.
-    """
+    """Return an operation's answer: JSON, or the bytes of a file; JSON with `kind` and `detail` for a failure."""
     try:
         # Before the path is resolved: `~` is that user's, and each look-up below happens with that user's rights.
         _become(fields["user"])
@@ -99,10 +95,8 @@ def resolved(path: str, start: str) -> str:
 
 
 def require_foreign(path: str) -> None:
-    """Raise `FileNotFoundError` for a path through /proc of this very process.
-
-    It is a fork of pid 1: its addresses and its program are the host's, and no program of the sandbox can see them.
-    """
+    """Raise `FileNotFoundError` for a path through /proc of this very process."""
+    # It is a fork of pid 1: its addresses and its program are the host's, and no program of the sandbox can see them.
     own, folder, rest = f"/proc/{os.getpid()}", "/", path.split("/")[::-1]
     for _ in range(_MOST_PARTS):
         if folder == own:
@@ -122,10 +116,8 @@ def require_foreign(path: str) -> None:
 
 
 def is_foreign(fd: int) -> bool:
-    """Return whether an open file is no file of this process in /proc, and not its program.
-
-    The agent may have exchanged a link since the path was looked at.
-    """
+    """Return whether an open file is no file of this process in /proc, and not its program."""
+    # The agent may have exchanged a link since the path was looked at.
     if f"{os.readlink(f'/proc/self/fd/{fd}')}/".startswith(f"/proc/{os.getpid()}/"):  # noqa: PTH115
         return False
     if not os.path.samestat(os.fstat(fd), os.stat("/proc/self/exe")):  # noqa: PTH116
@@ -171,7 +163,6 @@ def _run(tool: str, fields: dict[str, Any], path: str) -> Any:
 
 
 def _entry(path: str) -> dict[str, Any]:
-    """Return the facts of an entry; for a link with an existing target, the facts of the target."""
     link = status = os.lstat(path)
     target = None
     if stat.S_ISLNK(link.st_mode):

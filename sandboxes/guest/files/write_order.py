@@ -40,10 +40,7 @@ class WrittenTimes(NamedTuple):
 
 
 def of_rows(rows: Mapping[str, Row | None], since_ns: int, before_ns: int) -> WrittenTimes:
-    """Return the times among changed rows that are of this call: others were moved or copied with their file (pure).
-
-    The last look at the files ended at `since_ns`.
-    """
+    """Return the times among changed rows that are of this call: others were moved or copied with their file (pure)."""
     times = {
         path: row.mtime_ns for path, row in rows.items() if row and row.kind == CLOCKED and row.mtime_ns >= since_ns
     }
@@ -51,10 +48,7 @@ def of_rows(rows: Mapping[str, Row | None], since_ns: int, before_ns: int) -> Wr
 
 
 def packed(written: WrittenTimes) -> bytes | None:
-    """Return the order of what a call wrote; None if there is none to tell (pure).
-
-    A clock that was set back gives times that no order describes.
-    """
+    """Return the order of what a call wrote; None if there is none to tell, or the clock was set back (pure)."""
     times = written.times
     # Ranks begin at the time before the call, so an earlier time has none.
     if not times or min(times.values()) < written.before_ns:
