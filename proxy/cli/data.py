@@ -112,7 +112,6 @@ class _Rollouts:
         self.count = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes of the response."""
         with items_bar("rollouts", total_of(self._response)) as advance:
             for chunk in self._response.iter_bytes(CHUNK):
                 yield chunk

@@ -1,16 +1,14 @@
 """Rollouts as training data: one JSON object on a line for each, with messages, answers, timings and labels.
 
-Theory of operation:
-
 1. The lines are read on a connection of their own, a page of rows at a time, each page in a transaction that has ended
    before a byte of it is sent. So a reader that takes an hour does not keep the store's write-ahead log from being
    folded. Which rollouts are written is settled at the beginning, and each is written as it was when its line began.
-2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, about 300 bytes.
-   So a rollout of ten thousand calls and a store of a million take the same memory.
+2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, so memory does not
+   grow with the store.
 3. Every answer is compared with its digest. A call whose record was forgotten or is damaged has no messages; then
    `complete` is false.
 
-Answers are an agent's data, and headers of requests to tool servers may be credentials, so headers are left out.
+Headers of requests to tool servers may be credentials, so they are left out.
 """
 
 import codecs
@@ -85,7 +83,6 @@ def count_rollouts(database: StoreDatabase, request: TrajectoryRequest) -> int:
 
 
 def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
-    """Return the condition of the rollouts to write, and its values."""
     parts, values = labels_condition(request.labels, "labels")
     parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
     if request.tasks is not None:
@@ -102,7 +99,6 @@ class _TrajectoryWriter:
         self._connection, self._request = connection, request
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of all lines."""
         condition, values = _selected(self._request)
         (last,) = self._connection.execute("SELECT MAX(id) FROM rollouts").fetchone()
         sql = f"SELECT * FROM rollouts WHERE {condition} AND id > :after AND id <= :last ORDER BY id LIMIT 1"

@@ -28,16 +28,7 @@ _EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "
 
 
 class HarnessRequest(BaseModel):
-    """What a run needs.
-
-    Attributes:
-        upstream: The URL that precedes the targets of the harness's requests.
-        headers: Headers of these requests, in place of the harness's own.
-        command: What to run in place of the spec's command; None for that.
-        env: Variables beyond those of the spec's harness.
-        parent: The rollout of the same task whose turns this one begins with; None to begin with the harness's start.
-        turn: With a parent: after how many responses this rollout leaves it; None for where the parent is.
-    """
+    """What a run needs; `command` and `env` override the spec's, and `parent` and `turn` say where it begins."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,10 +48,7 @@ class HarnessEndpoint:
         self._running: set[int] = set()
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
-        """Run a rollout's harness, and send an event for each turn as a line of JSON.
-
-        Raises RefusalError if the request is malformed, or the task has no harness.
-        """
+        """Run a rollout's harness, with an event for each turn as a line of JSON. Raises RefusalError if it cannot."""
         request = _read(scope["method"], body)
         grant: Grant = scope.get(GRANT, ALL)
         grant.require_rollout(address.rollout, request.parent or "")
@@ -103,10 +91,7 @@ class HarnessEndpoint:
     async def _rollout(
         self, task_name: str, name: str, request: HarnessRequest, labels: Labels
     ) -> tuple[Rollout, list[ModelResponse]]:
-        """Return the running rollout of this name, or begin one where the request says.
-
-        The responses lead it from there to the turn that the request names.
-        """
+        """Return or begin the running rollout of this name, and the responses that lead it to the request's turn."""
         tasks = self._engine.tasks
         running = await tasks.running(task_name, name)
         if request.parent is None:

@@ -1,7 +1,7 @@
 """What a harness waits for, and which responses of models are the same (pure).
 
 A response is an edge of the tree. Engines draw its ids and times at random and cut its text into events at random, so
-bytes would never be equal. Two responses are the same edge if they are equal without these.
+two responses are the same edge if they are equal without these.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,11 +32,7 @@ _DONE = b"[DONE]"
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """A model's whole response: its status, its media type and its body.
-
-    Attributes:
-        asked: The kind of the request that it was recorded for (`kind_of_request`); empty for the oldest that waits.
-    """
+    """A model's whole response. `asked` is its `kind_of_request`; empty for the oldest that waits."""
 
     status: int
     media_type: str
@@ -46,13 +42,7 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Path:
-    """The turns from the root to a node.
-
-    Attributes:
-        turns: How many responses the harness has had; -1 before it is started.
-        waiting: The requests that wait for a response, the oldest first.
-        exit: Its exit code and the end of what it has printed; None while it runs.
-    """
+    """The turns from the root to a node; `turns` is -1 before the start, and `exit` None while it runs."""
 
     turns: int = -1
     waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -72,19 +62,13 @@ class Path:
 
 
 def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tuple[ToolCall, CallKey]:
-    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key.
-
-    `begin` has a command and variables in place of the spec's, with which it is another call.
-    """
+    """Return the call, with its key, that starts the harness, with what `begin` overrides, or lets it go on."""
     call = ToolCall(ENDPOINT, "start", begin or {}) if path.turns < 0 else ToolCall(ENDPOINT, "wait", {})
     return call, call_key(call)
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call that delivers a response to the oldest request of its kind, and its key.
-
-    Raises UncanonicalArgumentsError if the response has no canonical form.
-    """
+    """Return the call, with its key, that delivers a response to its request. Raises UncanonicalArgumentsError."""
     request = path.waiting_for(response.asked)
     common = {"connection": request["connection"], "others": len(path.waiting) > 1, "status": response.status}
     headers, same = [["content-type", response.media_type]], canonical(response)
