@@ -2,12 +2,14 @@
 
 Three members and a PostgreSQL server run on machines of their own (`tests.network`), and agents make calls through each
 of them. Each answer is compared with a model, and the logs with all answers. Needs root, PostgreSQL and libfaketime.
+`--storms N` lets several faults come at once instead.
 Exits with 1 if an answer was wrong, is not in the log, or was recorded twice, or if an agent was not answered again.
 """
 
 import asyncio
 import contextlib
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,9 +22,10 @@ from pathlib import Path
 import httpx
 
 from bench.machine import console, table
+from proxy.cluster.postgres.joining import LEASE_S
 from tests.machine import data_directory, until
 from tests.network import Impairment, Machine
-from tests.proxy.cluster.machines import DATABASE, Machines, machines
+from tests.proxy.cluster.machines import DATABASE, MachineNode, Machines, machines
 from tests.proxy.cluster.nodes import SLOW_STORE, Agent, LogReading, Truth, put_task, read_logs
 from tests.sandboxes.postgres_cluster import Cluster, cluster
 
@@ -144,13 +147,19 @@ async def database_restart(run: Run, seconds: float) -> AsyncIterator[None]:
     yield
 
 
-@asynccontextmanager
-async def full_store(run: Run, _: float) -> AsyncIterator[None]:
-    """The file system of the store is full. A new task is made meanwhile."""
+def filled(run: Run) -> Path:
+    """Fill the file system of the store; return the file that does so."""
     filler = run.members["a"].folder / "store" / "filler"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(b"x" * 4096):
             pass
+    return filler
+
+
+@asynccontextmanager
+async def full_store(run: Run, _: float) -> AsyncIterator[None]:
+    """The file system of the store is full. A new task is made meanwhile."""
+    filler = filled(run)
     await asyncio.to_thread(put_task, run.members["a"], "made-without-room")
     yield
     filler.unlink()
@@ -190,6 +199,73 @@ async def failover(run: Run, seconds: float) -> AsyncIterator[None]:
     yield
 
 
+@contextmanager
+def stopped(node: MachineNode) -> Iterator[None]:
+    """Stop a member's process, as a machine does that is suspended, and let it go on."""
+    assert node.process is not None
+    node.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        node.process.send_signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def all_killed(run: Run, seconds: float) -> AsyncIterator[None]:
+    """An owner, an ingress and the database are killed together while the store is full, and start when it is not."""
+    filler = filled(run)
+    killed = [run.members["a"], run.members["b"]]
+    for node in killed:
+        node.kill()
+    run.server.kill()
+    await asyncio.sleep(seconds / 4)
+    await asyncio.to_thread(run.server.start)
+    await asyncio.sleep(seconds / 4)
+    filler.unlink()
+    await asyncio.gather(*(asyncio.to_thread(node.start) for node in killed))
+    yield
+
+
+@asynccontextmanager
+async def stopped_in_turn(run: Run, seconds: float) -> AsyncIterator[None]:
+    """Each member is stopped until others have its tasks, and then goes on with its calls. The store is slow."""
+    slow = run.members["a"].folder / SLOW
+    slow.touch()
+    for node in run.members.values():
+        with stopped(node):
+            await asyncio.sleep(max(LEASE_S + 2, seconds / 4))
+        await asyncio.sleep(1)
+    yield
+    slow.unlink()
+
+
+@asynccontextmanager
+async def storm(run: Run, seconds: float) -> AsyncIterator[None]:
+    """Packets are lost, all of one way in a circle; clocks are off; the store is slow and full; kills and a stop."""
+    a, b, c = run.members.values()
+    run.network.impairment = Impairment(loss=0.02, delay_s=0.02, jitter_s=0.01)
+    a.set_clock(600)
+    b.set_clock(-600)
+    slow, filler = a.folder / SLOW, filled(run)
+    slow.touch()
+    for sender, receiver in ((a, b), (b, c), (c, a)):
+        run.network.cut([sender.machine], [receiver.machine], back=False)
+    await asyncio.sleep(seconds / 3)
+    with stopped(c):
+        a.kill()
+        run.server.kill()
+        await asyncio.sleep(seconds / 6)
+        await asyncio.to_thread(run.server.start)
+        await asyncio.sleep(LEASE_S + 1)
+    a.set_clock(0)
+    run.network.cut([b.machine], [run.database], back=False)
+    slow.unlink()
+    filler.unlink()
+    await asyncio.to_thread(a.start)
+    yield
+    b.set_clock(0)
+
+
 FAULTS: dict[str, Fault] = {
     "owner | database": owner_without_database,
     "owner | other members": owner_without_others,
@@ -204,20 +280,26 @@ FAULTS: dict[str, Fault] = {
     "store slow; owner | database": slow_store,
     "database fail-over": failover,
 }
+STORMS: dict[str, Fault] = {
+    "owner, ingress, database killed": all_killed,
+    "each owner stopped; store slow": stopped_in_turn,
+    "everything at once": storm,
+}
+"""Several faults at once."""
 
 
-async def meet(run: Run, name: str, seconds: float) -> Outcome:
+async def meet(run: Run, name: str, seconds: float, number: int = 0) -> Outcome:
     """Let agents make calls before a fault, while it lasts, and until each of them was answered after it."""
     outcome, members = Outcome(), list(run.members.values())
     truth, stop = outcome.truth, asyncio.Event()
     agents = []
-    for number, owner in enumerate(members):
-        task = f"{name}, of {owner.name}"
+    for place, owner in enumerate(members):
+        task = f"{name}, of {owner.name} {number}"
         await asyncio.to_thread(put_task, owner, task.translate(PLAIN))
         # One at each member, and one that changes its member with each turn.
         homes = [[member] for member in members] + [members[1:]]
         agents += [
-            Agent(f"{index}-{number}", task.translate(PLAIN), home, truth, index // 2, PAUSE_S)
+            Agent(f"{index}-{place}", task.translate(PLAIN), home, truth, index // 2, PAUSE_S)
             for index, home in enumerate(homes)
         ]
     async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
@@ -225,7 +307,7 @@ async def meet(run: Run, name: str, seconds: float) -> Outcome:
         await until(lambda: all(agent.answers > 3 for agent in agents) or bool(truth.wrong))
         before, refused = truth.answers, truth.refused.copy()
         began = time.monotonic()
-        async with FAULTS[name](run, seconds):
+        async with {**FAULTS, **STORMS}[name](run, seconds):
             await asyncio.sleep(max(0.0, seconds - (time.monotonic() - began)))
             outcome.during, outcome.refused = truth.answers - before, (truth.refused - refused).total()
         run.network.heal()
@@ -256,9 +338,13 @@ def main() -> None:
     parser = ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=30.0, help="how long a fault lasts")
     parser.add_argument("--faults", default=",".join(FAULTS), help="names, separated by commas")
+    parser.add_argument(
+        "--storms", type=int, default=0, help="rounds of several faults at once, in place of single ones"
+    )
     parser.add_argument("--logs", type=Path, help="directory to which the members' logs are copied")
     options = parser.parse_args()
     names = [name for name in FAULTS if name in [each.strip() for each in options.faults.split(",")]]
+    names = [*STORMS] * options.storms or names
     shown = table(
         "Faults of a cluster of three members", "", "answers", "meanwhile", "503", "wrong", "not in the log",
         "recorded twice", "all answered again, s",
@@ -273,8 +359,8 @@ def main() -> None:
         spare = spares["standby"]
         standby = stack.enter_context(cluster(spare.prefix, spare.address, cluster_of.server))
         run = Run(**vars(cluster_of), spare=spare, standby=standby)
-        for name in names:
-            outcome = asyncio.run(meet(run, name, options.seconds))
+        for number, name in enumerate(names):
+            outcome = asyncio.run(meet(run, name, options.seconds, number))
             outcomes.append(outcome)
             again = "not all" if outcome.again_s is None else f"{outcome.again_s:.1f}"
             shown.add_row(

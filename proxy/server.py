@@ -15,7 +15,7 @@ from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.first_call import first_call
 from proxy.priority import go_first, make_threads, raise_session
-from proxy.workers.views import AllWorkers, Members
+from proxy.workers.views import AllWorkers
 from proxy.workers.worker import Worker
 
 log = structlog.get_logger()
@@ -28,8 +28,8 @@ def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Serv
     """Return the web server of an application, for a listening socket; the worker is None without others."""
     # A cluster's members answer together what names no task.
     others = application.others
-    joined = application if others is None else AllWorkers(application, Members(others), others.paths)
-    served = joined if worker is None else worker.before(joined)
+    joined = application if others is None else AllWorkers(application, others)
+    served = joined if worker is None else AllWorkers(joined, worker.siblings)
     return _Server(
         application,
         uvicorn.Config(
@@ -67,12 +67,13 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().set_default_executor(make_threads())
         await super().startup(sockets)
         if self.started:
-            # Connections of other members go to no other worker.
-            peers = protocol_for(self._application, is_limited=False)
-            self._application.serve_peers(partial(self._make_protocol, peers))
-        if self._worker is not None and self.started:
-            self._worker.open(partial(self._make_protocol, self.config.http_protocol_class))
-            return
+            # Connections of other members and workers go to no other worker.
+            make_peer = partial(self._make_protocol, protocol_for(self._application, is_limited=False))
+            self._application.serve_peers(make_peer)
+            if self._worker is not None:
+                self._worker.siblings.open(partial(self._make_protocol, self.config.http_protocol_class), make_peer)
+                self._worker.is_serving()
+                return
         for listener in sockets or () if self.started else ():
             url = url_of(*listener.getsockname()[:2])
             write_address(self._engine.settings.data, url)

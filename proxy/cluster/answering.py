@@ -23,11 +23,7 @@ class PeerQuestions:
         self._member = member
 
     async def answer(self, content: bytes) -> bytes:
-        """Answer a question.
-
-        Raises:
-            MalformedFrameError: It is none.
-        """
+        """Answer a question. Raises MalformedFrameError: it is none."""
         member = self._member
         match unpack(content):
             case TakeQuestion() as question:

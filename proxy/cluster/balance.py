@@ -8,26 +8,16 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 BOUND = 1.2
-"""No member is to have more than this multiple of the mean load.
-
-First touch was simulated to leave 1.33 on 1,000 members. Nearer to 1, a few rollouts that begin or end make the next
-plan move tasks again, and each move costs restores and replays. Doubled, a member with twice the mean keeps its tasks.
-"""
+"""No member is to have more than this multiple of the mean load. First touch was simulated to leave 1.33 with 1,000.
+Nearer to 1, a few rollouts that begin or end make the next plan move tasks again."""
 
 
 class Move(NamedTuple):
-    """A task that is to move.
-
-    Attributes:
-        task: Its name.
-        source: The member that owns it.
-        target: The member that is to take it over.
-        load: Its load.
-    """
+    """A task that is to move."""
 
     task: str
     source: str
-    target: str
+    target: str  # The member that is to take it over.
     load: int
 
 
@@ -42,10 +32,6 @@ def plan_moves(tasks: Mapping[str, Mapping[str, int]], bound: float = BOUND) -> 
     Each move takes the most loaded member above the bound and the least loaded one, and of the first one's tasks the
     one that makes their loads most equal. The larger of the two loads becomes smaller with each move, and each task
     moves once at most. O(members) for each move.
-
-    Args:
-        tasks: The load of each task, 1 or more, by member and task. There must be a member.
-        bound: The multiple of the mean load.
     """
     loads, moves = loads_of(tasks), list[Move]()
     most = bound * sum(loads.values()) / len(loads)

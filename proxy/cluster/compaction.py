@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import aclosing
-from typing import NamedTuple
 
 import structlog
 
@@ -20,9 +19,6 @@ LOOK_S = 5.0
 """How often the lengths of the logs are looked at, in seconds."""
 MIN_ROWS = 1000
 """Least rows of a log that is compacted. A takeover reads as many rows in 5 ms."""
-LONGEST_PAUSE_S = 60.0
-"""How long a compaction that failed waits at most, in seconds. The first pause is `LOOK_S`, and each one is twice as
-long as the one before."""
 
 
 class LogCompactor:
@@ -34,15 +30,7 @@ class LogCompactor:
     """
 
     def __init__(self, database: ClusterDatabase, owned: Mapping[str, Owned], counts: Counters) -> None:
-        """Compact nothing yet.
-
-        Args:
-            database: Holds the logs.
-            owned: The tasks of this member, by name.
-            counts: Counts failures.
-        """
         self._database, self._owned, self._counts = database, owned, counts
-        self._failed: dict[str, _Failed] = {}
 
     async def run(self) -> None:
         """Compact for ever."""
@@ -51,41 +39,20 @@ class LogCompactor:
             await self.look()
 
     async def look(self) -> None:
-        """Compact the logs that are long enough; one that failed is tried again after a pause."""
-        now = asyncio.get_running_loop().time()
-        self._failed = {name: failed for name, failed in self._failed.items() if name in self._owned}
+        """Compact the logs that are long enough, until the database fails. The next look tries again."""
         for task in tuple(self._owned.values()):
-            failed = self._failed.get(task.task)
-            if failed is not None and now >= failed.retry_at:
-                await self._compact(task, failed.pause_s)
-            elif failed is None and task.rows >= max(MIN_ROWS, task.lines):
-                await self._compact(task, LOOK_S / 2)
-
-    async def _compact(self, task: Owned, pause_s: float) -> None:
-        """Compact a log; note a failure of the database, after which the last pause doubles."""
-        try:
-            await compact_log(self._database, task)
-        except DatabaseError as error:
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            retry_at = asyncio.get_running_loop().time() + pause_s
-            self._failed[task.task] = _Failed(retry_at, pause_s)
-            self._counts.failure("compaction")
-            log.warning("a log was not compacted: it is tried again", task=task.task, error=str(error), retry_s=pause_s)
-        else:
-            self._failed.pop(task.task, None)
-
-
-class _Failed(NamedTuple):
-    retry_at: float
-    pause_s: float
+            if task.rows < max(MIN_ROWS, task.lines):
+                continue
+            try:
+                await compact_log(self._database, task)
+            except DatabaseError as error:
+                self._counts.failure("compaction")
+                log.warning("a log was not compacted: it is tried again", task=task.task, error=str(error))
+                return
 
 
 async def compact_log(database: ClusterDatabase, task: Owned) -> None:
-    """Compact the log of a task. Rows that are written meanwhile stay.
-
-    Raises:
-        DatabaseError: The database did not answer. The log may be compacted in part.
-    """
+    """Compact the log of a task. Rows that are written meanwhile stay. Raises DatabaseError."""
     is_done, rows = False, task.rows
     try:
         reading = await read_task(database, task.task)
@@ -109,12 +76,7 @@ async def compact_log(database: ClusterDatabase, task: Owned) -> None:
 
 
 async def read_task(database: ClusterDatabase, task: str) -> TaskLogReading:
-    """Return what the log of a task says. A page of the log is in memory beside it.
-
-    Raises:
-        DatabaseError: The database did not answer.
-        LogError: A row is not what a member of this version writes.
-    """
+    """Return what the log of a task says. A page of the log is in memory beside it. Raises DatabaseError."""
     reading = TaskLogReading()
     async with aclosing(database.read(task)) as pages:
         async for rows in pages:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from proxy.cluster.lines import ForgottenRows, Line
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.storage.copies import CopyStore, MasksCopy, NodeCopy
+from proxy.cluster.protocol import Ended
+from proxy.storage.copies import CopyStore, EndedCopy, MasksCopy, NodeCopy
 from proxy.tree.tree import Node, Record, Tree
 
 if TYPE_CHECKING:
@@ -17,13 +18,9 @@ IMPORTED_ROW = 200
 
 
 class ClusterEdits:
-    """Implements `proxy.execution.gate.EditLog`.
+    """Implements `proxy.execution.gate.EditLog`."""
 
-    Attributes:
-        copies: The rows of the store, which is created later.
-    """
-
-    copies: CopyStore
+    copies: CopyStore  # The rows of the store, which is created later.
 
     def __init__(self, owned: Mapping[str, Owned], owner_of: Callable[[int], Owned | None]) -> None:
         """Write for the tasks that this member owns; `owner_of` returns the one of a tree, by its number."""
@@ -37,6 +34,15 @@ class ClusterEdits:
         """Write to the log that nodes and records were deleted."""
         line = ForgottenRows([node.id for node in nodes], [record.id for record in records])
         _note(self._owner_of(tree.id), [line])
+
+    def labelled(self, task: str, rollout: int) -> None:
+        """Write the labels of a rollout that is not in memory to the log."""
+        copy = self.copies.rollout(rollout)
+        if isinstance(copy, EndedCopy):
+            # The line of a rollout says that it runs.
+            _note(self._owned.get(task), [copy.rollout, Ended(rollout)])
+        elif copy is not None:
+            _note(self._owned.get(task), [copy])
 
     def masked(self, task: str, masks: str) -> None:
         """Write the noise masks of a task to the log."""

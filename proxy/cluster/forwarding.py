@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import PeerChannel
-from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, head_of, in_chunks
+from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
+from proxy.http.passed_head import PASSED, head_of
 from proxy.refusals import RefusalError
 from sandboxes.http_message import end_to_end
 from sandboxes.listener import Headers
@@ -45,20 +45,10 @@ class Forwarder:
         *,
         creates: bool,
     ) -> bool:
-        """Let the owner of a task answer a call.
+        """Let the owner of a task answer a call, by `here` or `away`; return False if the task has no owner.
 
-        Args:
-            task: The task.
-            call: The call.
-            here: Answers it if this member is the owner; returns whether it did.
-            away: Lets another member answer it; returns whether that did.
-            creates: Whether to become the owner of a task that never had one.
-
-        Returns:
-            Whether the task has an owner. A call whose agent has hung up counts as answered.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
+        Both return whether they did. A call whose agent has hung up counts as answered. `creates` says whether to own
+        a task that never had an owner. Raises RefusalError: 503, no owner could be found or reached for a while.
         """
         member, loop = self._member, asyncio.get_running_loop()
         trouble_since: float | None = None
@@ -94,28 +84,36 @@ class Forwarder:
         scope: Scope,
         body: bytes | AsyncIterator[bytes],
         receive: Receive,
-        send: Send,
+        relay: "Relay",
+        kind: str = Kind.CALL,
     ) -> bool:
-        """Let the owner of a task answer a request; return whether it did.
+        """Let the owner of a task answer a request; return whether it did."""
+        oldest, scheme = task.oldest or call.number, scope.get("scheme", "http")
+        passed = Passed(owner.view, call.number, oldest, call.is_again, scheme, kind, task.name)
 
-        The agent gets a response with a length when it is whole. Any other one is a stream, which is cut off for the
-        agent if it ends early.
-        """
-        passed = self._passed(owner, task, call, scope, Kind.CALL)
-        relay = Relay(send, lambda: self._member.ingress.became_stream(task, call))
+        async def watch() -> None:
+            """Give up a stream whose agent has left. Calls go on."""
+            await relay.begun.wait()
+            self._member.ingress.became_stream(task, call)
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            passing.cancel()
 
         def give_up() -> None:
             passing.cancel()
 
         length, sent = (len(body), body) if isinstance(body, bytes) else (None, in_chunks(body, give_up))
-        passing = start(self._member.passing.request(owner.peer, head_of(scope, passed, length), sent, relay))
-        hangup = start(_hung_up(relay, receive, passing))
+        head = head_of(scope, length, [(PASSED, passed.pack())])
+        passing = start(self._member.passing.request(owner.peer, head, sent, relay))
+        watching = start(watch())
         try:
             await asyncio.wait({passing})
         finally:
             passing.cancel()
-            hangup.cancel()
-            await asyncio.gather(passing, hangup, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(passing, watching, return_exceptions=True)
+            if relay.begun.is_set() and (passing.cancelled() or passing.exception() is not None):
+                await relay.cut()
         if passing.cancelled():
             return True
         error = passing.exception()
@@ -124,8 +122,7 @@ class Forwarder:
         if error is None and relay.elsewhere is None:
             await relay.end()
             return True
-        if relay.is_begun:
-            # Without its end, the server cuts the agent's connection off.
+        if relay.begun.is_set():
             return True
         log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
         if relay.elsewhere:
@@ -133,44 +130,21 @@ class Forwarder:
         task.owner = None
         return False
 
-    async def stream(
-        self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str
-    ) -> PeerChannel | None:
-        """Begin a stream with the owner of a task; None if it did not take the call. The caller ends the channel."""
-        head = head_of(scope, self._passed(owner, task, call, scope, kind), None)
-        try:
-            view, channel = await self._member.passing.stream(owner.peer, head)
-        except PeerLostError as error:
-            log.debug("a stream was not begun", owner=owner.peer.name, error=str(error))
-            task.owner = None
-            return None
-        if view is None:
-            self._member.ingress.became_stream(task, call)
-            return channel
-        channel.abort()
-        if view:
-            self._member.adopt(task.name, view)
-        task.owner = None
-        return None
-
-    def _passed(self, owner: Ownership, task: TaskIngress, call: WaitingCall, scope: Scope, kind: str) -> Passed:
-        oldest = task.oldest or call.number
-        return Passed(owner.view, call.number, oldest, call.is_again, scope.get("scheme", "http"), kind, task.name)
-
 
 class Relay:
     """The response of a peer, on its way to an agent. Implements `Listener`.
 
-    Attributes:
-        elsewhere: The view that the peer knows, if it does not have the task; 0 if it knows none.
-        is_begun: Whether the agent has got a part of a stream.
-        begun: Set then.
+    The agent gets a response with a length when it is whole. Any other one is a stream.
     """
 
-    def __init__(self, send: Send, became_stream: Callable[[], None]) -> None:
-        self._send, self._became_stream = send, became_stream
+    is_stream = False
+    """Whether the agent's connection becomes a stream, which has no head."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        # The view that the peer knows, if it does not have the task; 0 if it knows none.
         self.elsewhere: int | None = None
-        self.is_begun, self.begun = False, asyncio.Event()
+        self.begun = asyncio.Event()  # Whether the agent has got a part of a stream.
         self._start: AsgiMessage = {}
         self._parts: list[bytes] = []
 
@@ -180,32 +154,30 @@ class Relay:
         if VIEW in named:
             self.elsewhere = int(named[VIEW])
             return
-        kept = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in end_to_end(headers)]
-        self._start = {"type": "http.response.start", "status": status, "headers": kept}
+        if self.is_stream and status != 200:
+            raise PeerLostError(f"a peer has answered a stream with the status {status}")
         length = named.get("content-length")
         if length is None or int(length) > MAX_WHOLE_BYTES:
-            self.is_begun = True
-            self._became_stream()
             self.begun.set()
+        if self.is_stream:
+            return
+        kept = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in end_to_end(headers)]
+        self._start = {"type": "http.response.start", "status": status, "headers": kept}
+        if self.begun.is_set():
             await self._send(self._start)
 
     async def data(self, chunk: bytes) -> None:
         """Take the next bytes of the body."""
-        if self.is_begun:
+        if self.begun.is_set():
             await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
         else:
             self._parts.append(chunk)
 
     async def end(self) -> None:
         """Note that the response is whole."""
-        if not self.is_begun:
+        if not self.begun.is_set():
             await self._send(self._start)
         await self._send({"type": "http.response.body", "body": b"".join(self._parts)})
 
-
-async def _hung_up(relay: Relay, receive: Receive, passing: "asyncio.Task[None]") -> None:
-    """Give up a stream whose agent has left. Calls go on."""
-    await relay.begun.wait()
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    passing.cancel()
+    async def cut(self) -> None:
+        """Note that a stream has no end. Without it, the server cuts the agent's connection off."""

@@ -11,7 +11,7 @@ from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.refusals import RefusalError
-from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, copy_of
+from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, RolloutCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Rollout
@@ -29,19 +29,13 @@ class StaleCallError(RefusalError):
 
 
 class ClusterGate:
-    """Implements `proxy.execution.gate.Gate`. Only the event loop's thread may use it.
-
-    Attributes:
-        owned: The tasks that this member owns, by name.
-        edits: Writes what people change of them.
-        number: Number of this member.
-        stepped: Called with the tree and the node that a rollout has come to, if the store lacks its state.
-    """
+    """Implements `proxy.execution.gate.Gate`. Only the event loop's thread may use it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.owned: dict[str, Owned] = {}
-        self.edits = ClusterEdits(self.owned, self.owned_tree)
+        self.owned: dict[str, Owned] = {}  # The tasks that this member owns, by name.
+        self.edits = ClusterEdits(self.owned, self.owned_tree)  # Writes what people change of them.
+        # Called with the tree and the node that a rollout has come to, if the store lacks its state.
         self.stepped: Callable[[Tree, Node], None] = lambda _tree, _node: None
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
@@ -54,20 +48,12 @@ class ClusterGate:
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
 
     def require(self, task: str) -> None:
-        """Check that this member owns a task.
-
-        Raises:
-            DroppedError: It does not.
-        """
+        """Check that this member owns a task. Raises DroppedError: it does not."""
         if task not in self.owned:
             raise DroppedError(task)
 
     async def admit(self, rollout: Rollout) -> Record | None:
-        """Wait until a call may be answered; return the record that has answered it already, if it was made before.
-
-        Raises:
-            RefusalError: The call cannot be answered here and now.
-        """
+        """Wait until a call may be answered; return the record that has answered it already, if it was made before."""
         owned, origin = self._owner_of(rollout), ORIGIN.get()
         await owned.opened()
         confirmed: int | None = None
@@ -88,11 +74,7 @@ class ClusterGate:
             confirmed = await _confirm(rollout, origin)
 
     async def logged(self, rollout: Rollout, record: Record) -> None:
-        """Write a step to the log. The caller takes it without another await.
-
-        Raises:
-            DroppedError: This member does not own the task any more.
-        """
+        """Write a step to the log. The caller takes it without another await. Raises DroppedError."""
         owned, origin = self._owner_of(rollout), ORIGIN.get()
         call, oldest = (StepId(self.number, 0, 0, 0), 0) if origin is None else (origin.call, origin.oldest)
         step = Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest)
@@ -105,11 +87,7 @@ class ClusterGate:
             origin.steps += 1
 
     async def repeat(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether the answer of an earlier call may be given once more.
-
-        Raises:
-            RefusalError: The call cannot be answered here and now.
-        """
+        """Return whether the answer of an earlier call may be given once more. Raises RefusalError."""
         await self.admit(rollout)
         return not record.source.detached
 
@@ -138,7 +116,7 @@ class ClusterGate:
         self._tasks_of[rollout.tree.id] = rollout.task
         copy = self._copies.rollout(rollout.id)
         owned = self.owned.get(rollout.task)
-        if copy is not None and owned is not None:
+        if isinstance(copy, RolloutCopy) and owned is not None:
             owned.note([*self._tree_lines(owned, rollout.tree), copy])
 
     def ended(self, task: str, rollout: int) -> None:
@@ -181,11 +159,7 @@ class ClusterGate:
         return self.owned.get(task)
 
     async def write_kept(self, owned: Owned, tree: Tree, line: Kept) -> None:
-        """Write to the log that the store has a state, behind the digest of the tree's root state.
-
-        Raises:
-            DroppedError: This member does not own the task any more.
-        """
+        """Write to the log that the store has a state, behind the digest of the tree's root state."""
         await owned.write([*self._tree_lines(owned, tree), line])
         owned.kept[line.node] = line
 
@@ -208,11 +182,7 @@ class ClusterGate:
 
 
 async def _confirm(rollout: Rollout, origin: Origin) -> int:
-    """Ask the ingress of a call whether an agent waits for it; return the turn of the question.
-
-    Raises:
-        RefusalError: 503, none does, or the ingress does not answer.
-    """
+    """Ask the ingress of a call whether an agent waits for it; return the turn of the question. Raises RefusalError."""
     turn = rollout.calls
     if not await origin.confirm():
         raise RefusalError(
@@ -225,11 +195,7 @@ async def _confirm(rollout: Rollout, origin: Origin) -> int:
 
 
 def _record(tree: Tree, number: int) -> Record:
-    """Return a record by its number. O(size of the tree): a call is made again when a link breaks or an owner dies.
-
-    Raises:
-        RefusalError: 409, it was forgotten since.
-    """
+    """Return a record by its number. O(size of the tree): a call is made again when a link breaks or an owner dies."""
     for node in tree.nodes.values():
         for record in node.records.values():
             if record.id == number:

@@ -21,22 +21,14 @@ MAX_UNANSWERED = 1000
 
 @dataclass(slots=True, eq=False)
 class WaitingCall:
-    """A call of an agent.
+    """A call of an agent."""
 
-    Attributes:
-        number: Its number among the calls of this start.
-        receive: Returns the next event of the agent's connection, whose request was read to the end; None for a
-            connection whose events say more than that it has ended.
-        is_again: Whether its agent was told to try again, so that it may be the rollout's last step.
-        is_asked: Whether an owner has got it, so that it may have taken its step.
-        is_over: Whether the agent has its answer, or has hung up.
-    """
-
-    number: int
+    number: int  # Its number among the calls of this start.
+    # The events of its connection, behind the request; None for one whose events say more than that it has ended.
     receive: Receive | None
-    is_again: bool = False
-    is_asked: bool = False
-    is_over: bool = False
+    is_again: bool = False  # Whether its agent was told to try again, so that it may be the rollout's last step.
+    is_asked: bool = False  # Whether an owner has got it, so that it may have taken its step.
+    is_over: bool = False  # Whether the agent has its answer, or has hung up.
 
     async def waits(self) -> bool:
         """Return whether the agent still waits for the answer. 10 ms, or less if it has hung up."""
@@ -61,26 +53,18 @@ async def _hung_up(receive: Receive) -> bool:
 
 @dataclass(slots=True, eq=False)
 class TaskIngress:
-    """One task, as this ingress sees it.
-
-    Attributes:
-        name: Its name.
-        view: The latest view that it has heard of; 0 for none.
-        owner: The owner as the database had it last; None if it has to be looked up.
-        waiting: The calls that are not over, oldest first.
-        unanswered: The last call of a rollout, by its name, whose agent was told to try again although the call may
-            have taken its step: the digest of its request, and its number.
-        looking: Held while the owner is looked up, or while this member takes the task over.
-        failed_at: When that failed last, as a time of the event loop.
-    """
+    """One task, as this ingress sees it."""
 
     name: str
-    view: int = 0
-    owner: Ownership | None = None
-    waiting: dict[int, WaitingCall] = field(default_factory=dict)
+    view: int = 0  # The latest view that it has heard of; 0 for none.
+    owner: Ownership | None = None  # The owner as the database had it last; None if it has to be looked up.
+    waiting: dict[int, WaitingCall] = field(default_factory=dict)  # The calls that are not over, oldest first.
+    # By rollout: the digest and the number of the last call whose agent was told to try again although it may have
+    # taken its step.
     unanswered: dict[str, tuple[bytes, int]] = field(default_factory=dict)
+    # Held while the owner is looked up, or while this member takes the task over.
     looking: asyncio.Lock = field(default_factory=asyncio.Lock)
-    failed_at: float = -math.inf
+    failed_at: float = -math.inf  # When that failed last, as a time of the event loop.
 
     @property
     def oldest(self) -> int:
@@ -119,12 +103,8 @@ class Ingress:
     ) -> Iterator[WaitingCall]:
         """Number a call, which is over at the end of the block.
 
-        Args:
-            task: The task.
-            receive: See `WaitingCall`.
-            rollout: Name of the rollout; empty if the address does not say.
-            request: The digest of the request. The same request again, right after one that may have taken its step,
-                is the same call.
+        The same request of a rollout again, right after one that may have taken its step, is the same call: `request`
+        is its digest.
         """
         digest, number = task.unanswered.get(rollout, (b"", 0))
         is_again = bool(request) and digest == request and number not in self._calls

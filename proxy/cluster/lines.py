@@ -25,36 +25,21 @@ from proxy.storage.copies import (
 
 
 class Kept(NamedTuple):
-    """The store has the state of a node.
-
-    Attributes:
-        node: Number of the node.
-        name: Name of the state's manifest, relative to the task's objects.
-        size_bytes: Bytes of the state's units.
-    """
+    """The store has the state of a node."""
 
     node: int
-    name: str
-    size_bytes: int
+    name: str  # Name of the state's manifest, relative to the task's objects.
+    size_bytes: int  # Bytes of the state's units.
 
 
 class Unkept(NamedTuple):
-    """The store may lose the state of a node from here on.
-
-    Attributes:
-        node: Number of the node.
-    """
+    """The store may lose the state of a node from here on."""
 
     node: int
 
 
 class ForgottenRows(NamedTuple):
-    """Nodes and records were deleted for good. A tree whose root is among them has gone.
-
-    Attributes:
-        nodes: Numbers of the nodes.
-        records: Numbers of the records.
-    """
+    """Nodes and records were deleted for good. A tree whose root is among them has gone."""
 
     nodes: list[int]
     records: list[int]
@@ -87,11 +72,7 @@ def encode(lines: Iterable[Line]) -> bytes:
 
 
 def decode(body: bytes) -> Iterator[Line]:
-    """Yield the lines of a row.
-
-    Raises:
-        LogError: The bytes are not lines.
-    """
+    """Yield the lines of a row. Raises LogError: the bytes are not lines."""
     at = 0
     while at < len(body):
         if len(body) - at < _HEAD.size:

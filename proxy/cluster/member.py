@@ -57,26 +57,16 @@ QUIET_S = 0.3
 
 
 class Member:
-    """This process in the cluster.
-
-    Attributes:
-        database: The cluster's database.
-        gate: The tasks that this member owns.
-        ingress: The tasks that its agents ask for.
-        passing: Passes requests on to other members.
-        replaced: Called when a later start of this member has taken its place.
-        hands_over: Awaited before a task is handed over, so that the next owner finds its kept states. Its second
-            argument is the most seconds that it may take.
-        is_leaving: Whether this member takes no task over any more, because it is drained or stops.
-    """
+    """This process in the cluster."""
 
     def __init__(self, database: ClusterDatabase, gate: ClusterGate, secret: bytes, engine: Engine) -> None:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
+        # Awaited before a task is handed over, for so many seconds at most: the next owner finds its kept states.
         self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
-        self.is_leaving = False
+        self.is_leaving = False  # Whether this member takes no task over any more, because it is drained or stops.
         self._engine = engine
-        self.passing = Passing(secret, database.membership)
+        self.passing = Passing(secret, database.membership)  # Passes requests on to other members.
         self._peers: dict[int, Peer] = {}
         self._tasks = TaskOwner()
         self._lease_until = 0.0
@@ -114,15 +104,7 @@ class Member:
     async def locate(self, name: str, *, creates: bool = True) -> Owned | Ownership | None:
         """Return the owner of a task. If it has none that lives, this member becomes its owner.
 
-        Args:
-            name: Name of the task.
-            creates: Whether to become the owner of a task that never had one.
-
-        Returns:
-            The task if this member owns it, the owner if another member does; None for a task that never had an owner.
-
-        Raises:
-            DatabaseError: The database does not answer, so the owner is not known.
+        A task that never had an owner gets one only if `creates` says so; else None. Raises DatabaseError.
         """
         owned = self.gate.owned.get(name)
         if owned is not None:
@@ -180,15 +162,9 @@ class Member:
         return True
 
     async def give(self, name: str, view: int, target: int | None = None) -> bool:
-        """Let another member take a task over; return whether one did.
+        """Let another member take a task over from a view (0: it had none); return whether one did.
 
-        Args:
-            name: Name of the task.
-            view: The view that it is taken over from; 0 for a task that had no owner.
-            target: Number of the member; None for any, one with few tasks first.
-
-        Raises:
-            DatabaseError: The database does not answer.
+        Without a target, those with few tasks are asked first. Raises DatabaseError.
         """
         if target is None:
             members = sorted((count, peer) for peer, count in await self.database.members() if peer.alive)
@@ -228,10 +204,6 @@ class Member:
         """Hand tasks of this member over, one after the other. A task that no member takes over stays.
 
         A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
-
-        Args:
-            tasks: The tasks.
-            give: Lets another member take a task over, by its name and view; returns whether one did.
         """
         clock = asyncio.get_running_loop().time
         handed, until, left_s = 0, clock() + LEAVE_S, SEND_S

@@ -7,27 +7,17 @@ from sandboxes.ipc.codec import IpcMessage, decode_bytes, encode, members_of
 
 
 class ConfirmQuestion(IpcMessage, op="confirm"):
-    """An owner asks an ingress whether an agent still waits for a call.
+    """An owner asks an ingress whether an agent still waits for a call."""
 
-    Attributes:
-        boot: The start of the ingress that has sent the call.
-        number: Number of the call.
-    """
-
-    boot: int
+    boot: int  # The start of the ingress that has sent the call.
     number: int
 
 
 class TakeQuestion(IpcMessage, op="take"):
-    """A member asks another one to take a task over.
-
-    Attributes:
-        task: Name of the task.
-        view: The view that it is to be taken over from; 0 for a task that had no owner.
-    """
+    """A member asks another one to take a task over."""
 
     task: str
-    view: int
+    view: int  # The view that it is to be taken over from; 0 for a task that had no owner.
 
 
 class DrainQuestion(IpcMessage, op="drain"):
@@ -35,27 +25,17 @@ class DrainQuestion(IpcMessage, op="drain"):
 
 
 class HandQuestion(IpcMessage, op="hand"):
-    """A member asks the owner of a task to hand it over.
-
-    Attributes:
-        task: Name of the task.
-        target: Number of the member that is to take it over.
-    """
+    """A member asks the owner of a task to hand it over."""
 
     task: str
-    target: int
+    target: int  # Number of the member that is to take it over.
 
 
 class DrainAnswer(IpcMessage, op="drained"):
-    """What became of a drain, or of one task that was to be handed over.
+    """What became of a drain, or of one task that was to be handed over."""
 
-    Attributes:
-        handed: How many tasks other members have taken over.
-        kept: How many tasks no member has taken over.
-    """
-
-    handed: int
-    kept: int
+    handed: int  # How many tasks other members have taken over.
+    kept: int  # How many tasks no member has taken over.
 
 
 class LoadQuestion(IpcMessage, op="load"):
@@ -63,33 +43,20 @@ class LoadQuestion(IpcMessage, op="load"):
 
 
 class LoadAnswer(IpcMessage, op="loaded"):
-    """The load of a member; see `proxy.cluster.balance`.
+    """The load of a member; see `proxy.cluster.balance`."""
 
-    Attributes:
-        is_leaving: Whether it takes no task over, because it was drained or stops.
-        tasks: The load of each task that it owns, by name.
-    """
-
-    is_leaving: bool
-    tasks: dict[str, int]
+    is_leaving: bool  # Whether it takes no task over, because it was drained or stops.
+    tasks: dict[str, int]  # The load of each task that it owns, by name.
 
 
 class ElsewhereAnswer(IpcMessage, op="elsewhere"):
-    """The task has another view, or another owner, than the asker knows.
+    """The task has another view, or another owner, than the asker knows."""
 
-    Attributes:
-        view: The view that the peer knows; 0 if it only knows that it does not own the task.
-    """
-
-    view: int
+    view: int  # The view that the peer knows; 0 if it only knows that it does not own the task.
 
 
 class ConfirmAnswer(IpcMessage, op="confirmed"):
-    """Whether an agent still waits for the call.
-
-    Attributes:
-        waits: Whether it does.
-    """
+    """Whether an agent still waits for the call."""
 
     waits: bool
 
@@ -126,19 +93,11 @@ def pack_event(event: AsgiMessage) -> bytes:
 
 
 def unpack_event(data: bytes) -> AsgiMessage:
-    """Return the ASGI message that bytes hold.
-
-    Raises:
-        MalformedFrameError: They hold none.
-    """
+    """Return the ASGI message that bytes hold. Raises MalformedFrameError: they hold none."""
     event = decode_bytes(data, StreamEvent)
     return {name: member for name, member in members_of(event).items() if member is not None}
 
 
 def unpack(data: bytes) -> Message:
-    """Return the message that bytes hold.
-
-    Raises:
-        MalformedFrameError: They hold none.
-    """
+    """Return the message that bytes hold. Raises MalformedFrameError: they hold none."""
     return decode_bytes(data, *_MESSAGES)

@@ -16,30 +16,15 @@ _BACKUP = "/api/v1/backup"
 
 @dataclass(frozen=True, slots=True)
 class NamedTask:
-    """What a request says about the task that it is for.
-
-    Attributes:
-        name: Name of the task.
-        rollout: Name of the rollout; empty if the address does not say.
-        creates: Whether the request may create the task.
-    """
+    """What a request says about the task that it is for."""
 
     name: str
-    rollout: str
-    creates: bool
+    rollout: str  # Name of the rollout; empty if the address does not say.
+    creates: bool  # Whether the request may create the task.
 
 
 def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTask | None:
-    """Return the task that a request names; None for a request without one.
-
-    Args:
-        scope: The request's scope.
-        access: Authorises the request.
-        addressing: Reads its address.
-
-    Raises:
-        RefusalError: The request cannot be served by a cluster, or is not authorised.
-    """
+    """Return the task that a request names; None for a request without one. Raises RefusalError."""
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)

@@ -38,12 +38,7 @@ class Operations:
         self._is_moving = False
 
     async def answer(self, method: str, path: str, query: str) -> dict[str, Any]:
-        """Answer a request that `PATHS` matches, with what is sent as JSON.
-
-        Raises:
-            RefusalError: Another method, or see `_drain` and `_rebalance`.
-            DatabaseError: The database does not answer.
-        """
+        """Answer a request that `PATHS` matches, with what is sent as JSON. Raises RefusalError."""
         match = PATHS.fullmatch(path)
         node, moves = (None, None) if match is None else match.groups()
         if method != ("POST" if node or moves else "GET"):
@@ -77,12 +72,7 @@ class Operations:
         ]  # fmt: skip
 
     async def _drain(self, node: str) -> dict[str, Any]:
-        """Let a member hand over its tasks.
-
-        Raises:
-            RefusalError: 404 or 409 for a member that is not there or has no other member beside it, 503 for one that
-                does not answer.
-        """
+        """Let a member hand over its tasks. Raises RefusalError."""
         alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
         chosen = next((peer for peer in alive if peer.name == node), None)
         if chosen is None:
@@ -96,16 +86,7 @@ class Operations:
         return {"name": node, "handed": answer.handed, "kept": answer.kept}
 
     async def _rebalance(self, at_once: int, dry_run: bool) -> dict[str, Any]:
-        """Let members with a high load hand tasks to those with a low one.
-
-        Args:
-            at_once: How many tasks move at once at most.
-            dry_run: Whether to return the moves and make none.
-
-        Raises:
-            RefusalError: 409 if fewer than two members take tasks over or this member moves tasks already, 503 if a
-                member does not answer.
-        """
+        """Let members with a high load hand tasks to those with a low one. Raises RefusalError."""
         alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
         answers = dict(zip(alive, await asyncio.gather(*map(self._load_of, alive)), strict=True))
         taking = {peer.name: peer for peer, answer in answers.items() if not answer.is_leaving}
@@ -139,11 +120,7 @@ class Operations:
         return answer
 
     async def _move(self, moves: list[Move], peers: dict[str, Peer], at_once: int) -> list[Move]:
-        """Let the owners of tasks hand them over; return the moves that came about.
-
-        Raises:
-            RefusalError: 409, this member moves tasks already.
-        """
+        """Let the owners of tasks hand them over; return the moves that came about. Raises RefusalError."""
         if self._is_moving:
             raise RefusalError(409, "moving", "this member moves tasks already. Wait until that is done.")
         self._is_moving, room = True, asyncio.Semaphore(at_once)
@@ -164,11 +141,7 @@ class Operations:
 
 
 def _options(query: str) -> tuple[int, bool]:
-    """Return how many tasks may move at once, and whether none does.
-
-    Raises:
-        RefusalError: 422, a value is not allowed.
-    """
+    """Return how many tasks may move at once, and whether none does. Raises RefusalError."""
     given = {name: values[-1] for name, values in parse_qs(query).items()}
     most, dry_run = given.get("max", str(MAX_MOVES)), given.get("dry_run", "false")
     if not (most.isdecimal() and len(most) <= 3 and 1 <= int(most) <= MOST_MOVES and dry_run in ("true", "false")):

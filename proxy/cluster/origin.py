@@ -9,28 +9,18 @@ from proxy.cluster.protocol import StepId
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """One call at the owner of its task.
+    """One call at the owner of its task."""
 
-    Attributes:
-        ingress: Number of the ingress that the call came through.
-        boot: The start of the ingress.
-        number: Number of the call at the ingress.
-        oldest: Number of the oldest call that the ingress still waits for.
-        is_again: Whether the agent itself makes it again, after it was told to.
-        is_current: Returns whether the way that the call came by is still the latest one of its ingress.
-        confirm: Returns whether an agent still waits for the call at its ingress.
-        steps: How many steps it has taken.
-        is_over: Whether the call was answered, or its stream has ended. What goes on in the background is no late copy.
-    """
-
-    ingress: int
+    ingress: int  # Number of the ingress that the call came through.
     boot: int
     number: int
-    oldest: int
-    is_again: bool
+    oldest: int  # Number of the oldest call that the ingress still waits for.
+    is_again: bool  # Whether the agent itself makes it again, after it was told to.
+    # Returns whether the way that the call came by is still the latest one of its ingress.
     is_current: Callable[[], bool]
-    confirm: Callable[[], Awaitable[bool]]
-    steps: int = 0
+    confirm: Callable[[], Awaitable[bool]]  # Returns whether an agent still waits for the call at its ingress.
+    steps: int = 0  # How many steps it has taken.
+    # Whether the call was answered, or its stream has ended. What goes on in the background is no late copy.
     is_over: bool = False
 
     @property

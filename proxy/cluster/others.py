@@ -3,31 +3,26 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from proxy.cluster.forwarding import Relay
-from proxy.cluster.link.passing import PEER, PeerLostError, head_of
+from proxy.cluster.link.passing import PEER, PeerLostError
 from proxy.cluster.member import Member
 from proxy.cluster.postgres.connection import DatabaseError
-from proxy.http.asgi import AsgiApp, Receive, Scope, Send
-from proxy.http.problems import problem_of
-from proxy.http.responses import send_problem
+from proxy.http.asgi import Scope
+from proxy.http.passed_head import head_of
 from proxy.refusals import RefusalError
+from sandboxes.listener import Listener
 
 if TYPE_CHECKING:
     from proxy.cluster.postgres.database import Peer
 
-_ALL_TASKS = "/api/v1/trajectories"
+_ALL_TASKS = frozenset({"/api/v1/trajectories", "/api/v1/report"})
 """What must have all tasks, those too whose owners have died."""
 
 
 class OtherMembers:
-    """Implements `proxy.dataplane.app.OtherProxies`.
+    """Implements `proxy.dataplane.app.OtherProxies`."""
 
-    Attributes:
-        number: Number of this member.
-    """
-
-    paths = frozenset({
-        _ALL_TASKS, "/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
+    paths: frozenset[str] | None = frozenset({
+        *_ALL_TASKS, "/api/v1/tasks", "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
         "/api/v1/gc", "/api/v1/timeline", "/api/v1/system/history", "/api/v1/system/wrong-answers",
         "/api/v1/system/warnings",
     })  # fmt: skip
@@ -35,11 +30,11 @@ class OtherMembers:
 
     def __init__(self, member: Member, authorise: Callable[[Scope], RefusalError | None]) -> None:
         """Answer for a member. `authorise` returns why a request may see nothing."""
-        self._member, self._authorise, self.number = member, authorise, member.number
+        self._member, self._authorise = member, authorise
         self._peers: dict[int, Peer] = {}
 
-    def is_peers(self, scope: Scope) -> bool:
-        """Return whether a request comes from another member."""
+    def is_part(self, scope: Scope) -> bool:
+        """Return whether a member has sent a request, this one too."""
         return PEER in scope.get("state", {})
 
     async def numbers(self, scope: Scope) -> list[int]:
@@ -48,7 +43,7 @@ class OtherMembers:
         if refusal is not None:
             raise refusal
         try:
-            if scope["path"] == _ALL_TASKS:
+            if scope["path"] in _ALL_TASKS:
                 for task in await self._member.database.ownerless():
                     await self._member.locate(task, creates=False)
             self._peers = {peer.number: peer for peer, _ in await self._member.database.members() if peer.alive}
@@ -56,20 +51,9 @@ class OtherMembers:
             raise RefusalError(503, "database", f"{error}. Try again.") from error
         return sorted(self._peers)
 
-    def application(self, number: int) -> AsgiApp:
-        """Return an application that lets a member answer; 503 if it does not."""
-        peer = self._peers[number]
-
-        async def passing(scope: Scope, receive: Receive, send: Send) -> None:
-            relay = Relay(send, lambda: None)
-            try:
-                await self._member.passing.request(peer, head_of(scope, None, 0), b"", relay)
-            except PeerLostError as error:
-                if relay.is_begun:
-                    raise
-                refusal = RefusalError(503, "member", f"{error}. Try again.")
-                await send_problem(scope, receive, send, problem_of(refusal))
-                return
-            await relay.end()
-
-        return passing
+    async def request(self, number: int, scope: Scope, listener: Listener) -> None:
+        """See `OtherProxies.request`."""
+        try:
+            await self._member.passing.request(self._peers[number], head_of(scope, 0), b"", listener)
+        except PeerLostError as error:
+            raise RefusalError(503, "member", f"{error}. Try again.") from error

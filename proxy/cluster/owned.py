@@ -22,40 +22,20 @@ class DroppedError(RefusalError):
 
 
 class Owned:
-    """One task from the moment this member owns it until it drops it.
-
-    Attributes:
-        task: Name of the task.
-        view: Number of the row that made this member the owner.
-        steps: The last steps of its rollouts.
-        floors: Which calls of other members are late copies.
-        is_dropped: Whether this member owns it no more.
-        trees: For each tree in the log: the digest of its root state there.
-        kept: The states that the store has, by node, as the log says.
-        rows: About how many rows the log has that do not say who owns the task.
-        lines: How many lines the last compaction has left; 0 before one.
-        tasks: What runs for it.
-        cuts: Called when the task is dropped: they end streams that would never end otherwise.
-    """
+    """One task from the moment this member owns it until it drops it."""
 
     def __init__(
         self, task: str, view: int, steps: Steps, append: Append, failed: Callable[["Owned", str], None]
     ) -> None:
-        """Begin to own a task; no call is answered before `open`.
-
-        Args:
-            task: Its name.
-            view: Number of the row that made this member the owner.
-            steps: The last steps of its rollouts.
-            append: Writes rows.
-            failed: Called when a row could not be written, with the reason. It must call `drop`.
-        """
+        """Begin to own a task; no call is answered before `open`. `failed`, called when a row is lost, must drop it."""
         self.task, self.view, self.steps = task, view, steps
-        self.is_dropped = False
-        self.floors = Floors()
-        self.trees: dict[int, bytes | None] = {}
-        self.kept: dict[int, Kept] = {}
+        self.is_dropped = False  # Whether this member owns it no more.
+        self.floors = Floors()  # Which calls of other members are late copies.
+        self.trees: dict[int, bytes | None] = {}  # For each tree in the log: the digest of its root state there.
+        self.kept: dict[int, Kept] = {}  # The states that the store has, by node, as the log says.
+        # About how many rows the log has beside those of owners, and how many lines the last compaction has left.
         self.rows = self.lines = 0
+        # Called when the task is dropped: they end streams that would never end otherwise.
         self.cuts: set[Callable[[], None]] = set()
         self._noted: asyncio.Future[None] | None = None
         self._append, self._failed = append, failed
@@ -70,11 +50,7 @@ class Owned:
         self.kept.clear()
 
     def require(self) -> None:
-        """Check that the task is still owned.
-
-        Raises:
-            DroppedError: It is not.
-        """
+        """Check that the task is still owned. Raises DroppedError: it is not."""
         if self.is_dropped:
             raise DroppedError(self.task)
 
@@ -104,11 +80,7 @@ class Owned:
         return self._noted
 
     async def settled(self) -> None:
-        """Wait until the lines that `note` has written are in the log.
-
-        Raises:
-            DroppedError: They never will be.
-        """
+        """Wait until the lines that `note` has written are in the log. Raises DroppedError: they never will be."""
         noted = self._noted
         if noted is None:
             return

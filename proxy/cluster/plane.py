@@ -16,12 +16,11 @@ import orjson
 from typing_extensions import override
 
 from proxy.cluster.answering import PeerQuestions
-from proxy.cluster.forwarding import Forwarder
+from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
-from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
+from proxy.cluster.link.passing import ASK, PEER, VIEW, Kind, Passed
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
@@ -32,13 +31,13 @@ from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.streams import (
     HijackedConnection,
+    HijackedRelay,
     HijackingEndpoint,
-    PeerSocket,
+    SocketRelay,
     head_of,
     never,
-    relay_socket,
-    serve_channel,
     serve_hijacked,
+    serve_socket,
 )
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
@@ -48,6 +47,7 @@ from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.exchange import Exchange
+from proxy.http.passed_head import PASSED
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
@@ -57,11 +57,7 @@ _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
 
 
 class ClusterPlane(DataPlane):
-    """Answers agents' requests, or lets the owners of their tasks answer them.
-
-    Attributes:
-        listener: Accepts the connections of peers.
-    """
+    """Answers agents' requests, or lets the owners of their tasks answer them."""
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
@@ -69,7 +65,7 @@ class ClusterPlane(DataPlane):
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
         self._questions = PeerQuestions(member)
-        self.listener = PeerListener(secret, member.database.membership)
+        self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
         self._is_leaving = False
         engine.lifecycle.at_hang_up.append(self._leave)
@@ -110,11 +106,7 @@ class ClusterPlane(DataPlane):
             await self._refuse(scope, receive, send, refusal)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body of a request; None if its client has hung up.
-
-        Raises:
-            RefusalError: 413, it is too large.
-        """
+        """Return the body of a request; None if its client has hung up. Raises RefusalError: 413, it is too large."""
         parts, size = list[bytes](), 0
         while True:
             message = await receive()
@@ -132,11 +124,7 @@ class ClusterPlane(DataPlane):
     async def _answer(
         self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        """Answer a request here or elsewhere.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
-        """
+        """Answer a request here or elsewhere. Raises RefusalError."""
         task = self._member.ingress.task(named.name)
         is_upload = isinstance(body, PassedUpload)
         digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
@@ -149,7 +137,7 @@ class ClusterPlane(DataPlane):
 
             async def away(owner: Ownership) -> bool:
                 sent = body.pieces() if isinstance(body, PassedUpload) else body
-                return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, send)
+                return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, Relay(send))
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
@@ -193,28 +181,18 @@ class ClusterPlane(DataPlane):
     async def _serve_stream(
         self, owned: Owned, origin: Origin, kind: str, scope: Scope, receive: Receive, send: Send
     ) -> None:
-        """Serve a connection that a peer has passed on as a channel."""
+        """Serve a connection that a peer has passed on as a stream."""
         if not origin.is_current():
             await _send_elsewhere(send, 0)
             return
         # From here on its ingress may wait for younger calls only.
         origin.is_current = lambda: True
         ORIGIN.set(origin)
-        channel = PeerChannel()
-        with owned.cutting(channel.abort):
-            await serve_channel(receive, send, channel, partial(self._converse_peer, owned, kind, scope, channel))
-
-    async def _converse_peer(self, owned: Owned, kind: str, scope: Scope, channel: PeerChannel) -> None:
-        if kind == Kind.SOCKET:
-            socket = PeerSocket(owned, channel)
-            offered = (value.decode("latin-1") for name, value in scope["headers"] if name == b"sec-websocket-protocol")
-            subprotocols = [name.strip() for each in offered for name in each.split(",")]
-            socket_scope = {**scope, "type": "websocket", "subprotocols": subprotocols}
-            await super().__call__(socket_scope, socket.receive, socket.send)
-            return
-        body = await channel.receive()
-        if body is not None:
-            await serve_hijacked(channel, partial(self._open_stream, scope, body, kind == Kind.UPGRADED))
+        with owned.ending():
+            if kind == Kind.SOCKET:
+                await serve_socket(super().__call__, scope, receive, send, owned.settled)
+            else:
+                await serve_hijacked(receive, send, partial(self._open_stream, scope, kind == Kind.UPGRADED))
 
     async def _view_of(self, task: str, view: int) -> int:
         """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
@@ -268,11 +246,7 @@ class ClusterPlane(DataPlane):
     # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
 
     async def _converse_anywhere(self, named: NamedTask, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket here or elsewhere.
-
-        Raises:
-            RefusalError: 503, no owner could be found or reached for a while.
-        """
+        """Serve a WebSocket here or elsewhere. Raises RefusalError."""
         task = self._member.ingress.task(named.name)
         with self._member.ingress.calling(task, None) as call:
 
@@ -283,12 +257,9 @@ class ClusterPlane(DataPlane):
                 return True
 
             async def away(owner: Ownership) -> bool:
-                channel = await self._forwarder.stream(owner, task, call, scope, Kind.SOCKET)
-                if channel is None:
-                    return False
-                await receive()
-                await relay_socket(channel, receive, send)
-                return True
+                relay = SocketRelay(send)
+                events = relay.events(receive)
+                return await self._forwarder.pass_on(owner, task, call, scope, events, never, relay, Kind.SOCKET)
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 await super().__call__(scope, receive, send)
@@ -300,19 +271,16 @@ class ClusterPlane(DataPlane):
         async def here(owned: Owned) -> bool:
             ORIGIN.set(self._origin(task, call))
             with owned.cutting(transport.abort):
-                stream, answering = self._open_stream(scope, body, is_upgraded, transport)
+                stream, answering = self._open_stream(scope, is_upgraded, body, transport)
                 connection.give(stream)
                 if answering is not None:
                     await answering
             return True
 
         async def away(owner: Ownership) -> bool:
-            channel = await self._forwarder.stream(owner, task, call, scope, kind)
-            if channel is None:
-                return False
-            channel.write(body)
-            await connection.relay(channel)
-            return True
+            relay = HijackedRelay(transport)
+            sent, receive = connection.pieces(body, relay.begun), connection.receive
+            return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, relay, kind)
 
         try:
             named = named_task(scope, self.engine.access, self._addressing) or NamedTask("", "", creates=False)
@@ -325,7 +293,7 @@ class ClusterPlane(DataPlane):
             transport.close()
 
     def _open_stream(
-        self, scope: Scope, body: bytes, is_upgraded: bool, transport: StreamTransport
+        self, scope: Scope, is_upgraded: bool, body: bytes, transport: StreamTransport
     ) -> tuple[Stream, Coroutine[Any, Any, None] | None]:
         """Take a connection of an owned task over."""
         assert self._hijacking is not None
@@ -364,7 +332,7 @@ class ClusterPlane(DataPlane):
     def may_stream(self, scope: Scope) -> bool:
         """Return whether a request may take its connection over; its owner authorises it.
 
-        One that a peer has passed on is a channel already.
+        One that a peer has passed on is a stream already.
         """
         is_passed = any(name == PASSED for name, _ in scope["headers"])
         return self._hijacking is not None and not is_passed and self._hijacking.may_stream(scope)
@@ -401,11 +369,7 @@ class PassedUpload:
         self._receive, self._is_begun = receive, False
 
     def receive(self) -> Receive:
-        """Return what yields the events of the body.
-
-        Raises:
-            RefusalError: 503, a part of it was read before.
-        """
+        """Return what yields the events of the body. Raises RefusalError: 503, a part of it was read before."""
         if self._is_begun:
             raise RefusalError(503, "upload", "the owner of the task has changed during the upload. Send it again.")
         return self._first
@@ -415,11 +379,7 @@ class PassedUpload:
         return await self._receive()
 
     def pieces(self) -> AsyncIterator[bytes]:
-        """Return what yields the body, to its end.
-
-        Raises:
-            RefusalError: See `receive`.
-        """
+        """Return what yields the body, to its end. Raises RefusalError: see `receive`."""
         return self._pieces(self.receive())
 
     async def _pieces(self, receive: Receive) -> AsyncIterator[bytes]:

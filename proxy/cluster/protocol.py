@@ -38,57 +38,33 @@ one is made again as a new call."""
 
 
 class Position(NamedTuple):
-    """Where a rollout is.
+    """Where a rollout is."""
 
-    Attributes:
-        turn: How many calls of the rollout were answered.
-        node: Number of the tree's node that it is at.
-    """
-
-    turn: int
-    node: int
+    turn: int  # How many calls of the rollout were answered.
+    node: int  # Number of the tree's node that it is at.
 
 
 class StepId(NamedTuple):
-    """A step of a call, the same for each copy of the call.
-
-    Attributes:
-        ingress: Number of the ingress.
-        boot: The start of the ingress.
-        number: Number of the call among those of this start.
-        step: Number of the step among those of the call, from 0. Most calls take one.
-    """
+    """A step of a call, the same for each copy of the call."""
 
     ingress: int
     boot: int
-    number: int
-    step: int
+    number: int  # Number of the call among those of this start.
+    step: int  # Number of the step among those of the call, from 0. Most calls take one.
 
 
 class Stepped(NamedTuple):
-    """A line of the log: a rollout has taken a step.
+    """A line of the log: a rollout has taken a step."""
 
-    Attributes:
-        rollout: Number of the rollout, unique in the cluster.
-        position: Where it is now.
-        record: Number of the record that answers the call.
-        call: The call.
-        oldest: Number of the oldest call that the ingress still waited for. It makes no earlier one again.
-    """
-
-    rollout: int
+    rollout: int  # Number of the rollout, unique in the cluster.
     position: Position
-    record: int
+    record: int  # Number of the record that answers the call.
     call: StepId
-    oldest: int
+    oldest: int  # Number of the oldest call that the ingress still waited for. It makes no earlier one again.
 
 
 class Ended(NamedTuple):
-    """A line of the log: a rollout has ended.
-
-    Attributes:
-        rollout: Number of the rollout.
-    """
+    """A line of the log: a rollout has ended."""
 
     rollout: int
 
@@ -141,25 +117,12 @@ class Steps:
         return None if steps is None else steps[next(reversed(steps))]
 
     def answered(self, rollout: int, call: StepId, *, is_again: bool = False) -> int | None:
-        """Return the record that has answered a call; None for a call that is new.
-
-        Args:
-            rollout: Number of the rollout.
-            call: The call.
-            is_again: Whether the agent itself makes it again. Behind another step it is a new call.
-        """
+        """Return the record that has answered a call; None for a new one, as what an agent repeats behind a step is."""
         step = self._of.get(rollout, {}).get(call)
         return None if step is None or (is_again and step is not self.last(rollout)) else step.record
 
     def must_confirm(self, rollout: int, ingress: int, turn: int, confirmed: int | None) -> bool:
-        """Return whether an ingress must confirm that an agent waits for a new call.
-
-        Args:
-            rollout: Number of the rollout.
-            ingress: Number of the ingress that the call came through.
-            turn: How many calls of the rollout were answered.
-            confirmed: The value of `turn` when the ingress had to confirm the call, if it did; None if it did not.
-        """
+        """Return whether an ingress must confirm that an agent waits for a new call; `confirmed`: when it last did."""
         last = self.last(rollout)
         # A call that was answered since makes an earlier confirmation worthless: the agent may have sent it elsewhere.
         return last is not None and last.call.ingress != ingress and confirmed != turn
@@ -171,27 +134,17 @@ class Steps:
 
 
 def replaceable(rows: Iterable[tuple[int, bool]]) -> list[int]:
-    """Return the numbers of the rows that a compaction may replace.
-
-    Args:
-        rows: Numbers of rows, each with whether the row says who owns the task.
-    """
+    """Return the numbers of the rows that a compaction may replace: those that do not say who owns the task."""
     return [number for number, is_own in rows if not is_own]
 
 
 @dataclass(slots=True)
 class Outbox(Generic[Line]):
-    """The lines of one task that wait for the log, of which one row is on its way at most.
+    """The lines of one task that wait for the log, of which one row is on its way at most."""
 
-    Attributes:
-        row: Number of the last row that is known to be in the log.
-        waiting: Lines of the next row.
-        sent: Lines of the row that is on its way.
-    """
-
-    row: int
-    waiting: list[Line] = field(default_factory=list)
-    sent: list[Line] = field(default_factory=list)
+    row: int  # Number of the last row that is known to be in the log.
+    waiting: list[Line] = field(default_factory=list)  # Lines of the next row.
+    sent: list[Line] = field(default_factory=list)  # Lines of the row that is on its way.
 
     def next_row(self) -> int | None:
         """Begin the next row and return its number; None if a row is on its way, or if there is no line."""

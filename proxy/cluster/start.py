@@ -38,30 +38,17 @@ mistake in the set-up of a machine.
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A membership, before the engine is built.
+    """A membership, before the engine is built."""
 
-    Attributes:
-        membership: Cluster, number and start of this member.
-        dsn: The database.
-        secret: What all members share.
-        gate: The gate of the engine.
-        listener: Where peers are accepted; it listens already.
-    """
-
-    membership: Membership
+    membership: Membership  # Cluster, number and start of this member.
     dsn: str = field(repr=False)
-    secret: bytes = field(repr=False)
+    secret: bytes = field(repr=False)  # What all members share.
     gate: ClusterGate
-    listener: socket.socket
+    listener: socket.socket  # Where peers are accepted; it listens already.
 
 
 def join(settings: Settings) -> Joined:
-    """Become a member of the cluster that the settings name.
-
-    Raises:
-        ClusterError: The cluster cannot be joined. The text says why, and what helps.
-        StoreError: The data directory cannot be used.
-    """
+    """Become a member of the cluster that the settings name. Raises ClusterError, StoreError."""
     assert settings.cluster is not None
     assert settings.cluster_secret is not None
     make_private(settings.data)
@@ -76,13 +63,7 @@ def join(settings: Settings) -> Joined:
 
 
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
-    """Return the data plane of a member, which opens and closes with its engine.
-
-    Args:
-        joined: The membership.
-        engine: The engine, which was built with the gate of the membership.
-        behind: The application that answers requests which are no agents'.
-    """
+    """Return the data plane of a member, which opens and closes with its engine."""
     database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
     joined.gate.attach(engine.store.copies, engine.store.trees)
     member = Member(database, joined.gate, joined.secret, engine)
@@ -177,11 +158,7 @@ def _known(own: Path) -> tuple[str, int] | None:
 
 
 def _listen(link: str, database: str) -> socket.socket:
-    """Listen for peers.
-
-    Raises:
-        ClusterError: The address cannot be listened on.
-    """
+    """Listen for peers. Raises ClusterError: the address cannot be listened on."""
     host, _, port = link.rpartition(":") if ":" in link and not link.endswith("]") else (link, "", "0")
     host = host.strip("[]") or _local_address(database)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -11,6 +11,7 @@ from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage.copies import (
     Copy,
+    EndedCopy,
     FindingCopy,
     MasksCopy,
     NodeCopy,
@@ -24,55 +25,34 @@ from proxy.tree.keys import CallKey, private_key
 
 CHUNK_BYTES = 1 << 20
 """Bytes of a row that a compaction writes, unless a line is larger. Each is one statement, which has `PATIENCE_S`: with
-4 MB, some were given up on a machine with ten busy processes for each core. Halved, twice as many rows are left."""
+4 MB, some were given up on a machine with ten busy processes for each core."""
 
 
 @dataclass(slots=True)
 class TaskLogReading:
-    """A task as its log has it.
+    """A task as its log has it."""
 
-    Attributes:
-        last: Number of the last row; 0 without rows.
-        rows: How many rows do not say who owns the task.
-        task: The task; None for a task of which no line was written.
-        trees: Its trees by number.
-        records: Its records, in the order in which they were written.
-        dead: How many of them were written before the task was deleted last.
-        findings: What was noticed of its records, by record.
-        rollouts: Its running rollouts by number.
-        notes: What protocols remember of them, by rollout and protocol.
-        nodes: What people have changed of its nodes, by node.
-        masks: The noise masks of its audits; None without.
-        forgotten: Numbers of the nodes and of the records that were deleted. None is given out again.
-        steps: The last steps of its rollouts.
-        kept: The states that the store has, by node.
-        ends: Lines that say what has ended, in order.
-        layout: What each row holds, in order.
-    """
-
-    last: int = 0
-    rows: int = 0
-    task: TaskCopy | None = None
+    last: int = 0  # Number of the last row; 0 without rows.
+    rows: int = 0  # How many rows do not say who owns the task.
+    task: TaskCopy | None = None  # The task; None for a task of which no line was written.
     trees: dict[int, TreeCopy] = field(default_factory=dict)
-    records: list[RecordCopy] = field(default_factory=list)
-    dead: int = 0
-    findings: dict[int, FindingCopy] = field(default_factory=dict)
-    rollouts: dict[int, RolloutCopy] = field(default_factory=dict)
+    records: list[RecordCopy] = field(default_factory=list)  # Its records, in the order in which they were written.
+    dead: int = 0  # How many of them were written before the task was deleted last.
+    findings: dict[int, FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
+    rollouts: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
+    ended: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that have ended, at their last positions.
     notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
-    nodes: dict[int, NodeCopy] = field(default_factory=dict)
-    masks: MasksCopy | None = None
+    nodes: dict[int, NodeCopy] = field(default_factory=dict)  # What people have changed of its nodes, by node.
+    masks: MasksCopy | None = None  # The noise masks of its audits; None without.
+    # Numbers of the nodes and of the records that were deleted. None is given out again.
     forgotten: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
-    steps: Steps = field(default_factory=Steps)
-    kept: dict[int, Kept] = field(default_factory=dict)
-    ends: list[Line] = field(default_factory=list)
-    layout: list["RowLayout"] = field(default_factory=list)
+    steps: Steps = field(default_factory=Steps)  # The last steps of its rollouts.
+    kept: dict[int, Kept] = field(default_factory=dict)  # The states that the store has, by node.
+    ends: list[Line] = field(default_factory=list)  # Lines that say what has ended, in order.
+    layout: list["RowLayout"] = field(default_factory=list)  # What each row holds, in order.
 
     def take_rows(self, rows: Iterable[LogRow]) -> None:
-        """Take the next rows.
-
-        Raises:
-            LogError: A row is not what a member of this version writes.
-        """
+        """Take the next rows. Raises LogError: a row is not what a member of this version writes."""
         for row in rows:
             records, lines = len(self.records), 0
             for line in decode(row.body or b""):
@@ -106,14 +86,19 @@ class TaskLogReading:
     def _take_rollout(self, line: RolloutCopy | NoteCopy | Stepped | Ended) -> None:
         match line:
             case RolloutCopy():
-                self.rollouts[line.rollout] = line
+                known = self.ended.pop(line.rollout, line)
+                # The labels of one that has ended were changed, in a store that may lag.
+                self.rollouts[line.rollout] = (
+                    line._replace(calls=known.calls, node=known.node) if known.calls > line.calls else line
+                )
             case NoteCopy():
                 self.notes[line.rollout, line.protocol] = line
             case Stepped():
                 self.steps.take(line)
             case Ended():
                 self.ends.append(line)
-                self.rollouts.pop(line.rollout, None)
+                if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
+                    self.ended[line.rollout] = self._placed(rollout)
                 self.steps.take(line)
 
     def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
@@ -142,7 +127,16 @@ class TaskLogReading:
         else:
             self.task, self.dead, self.ends, self.steps = None, len(self.records), [line], Steps()
             self.masks = None
-            lost = (self.trees, self.findings, self.rollouts, self.notes, self.nodes, self.kept, *self.forgotten)
+            lost = (
+                self.trees,
+                self.findings,
+                self.rollouts,
+                self.ended,
+                self.notes,
+                self.nodes,
+                self.kept,
+                *self.forgotten,
+            )
             for lines in lost:
                 lines.clear()
 
@@ -152,6 +146,8 @@ class TaskLogReading:
         yield from self.trees.values()
         yield from self.findings.values()
         yield from self.rollouts.values()
+        for number, rollout in self.ended.items():
+            yield from (rollout, Ended(number))
         yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
         yield from self.nodes.values()
         yield from () if self.masks is None else (self.masks,)
@@ -162,11 +158,8 @@ class TaskLogReading:
 
     def copies(self) -> list[Copy]:
         """Return the rows of the store."""
-        rollouts = []
-        for number, rollout in self.rollouts.items():
-            last = self.steps.last(number)
-            at = (rollout.calls, rollout.node) if last is None else last.position
-            rollouts.append(rollout._replace(calls=at[0], node=at[1]))
+        ended = (EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.trees)
+        rollouts: list[Copy] = [*map(self._placed, self.rollouts.values()), *ended]
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
         records = self._records()
@@ -174,6 +167,10 @@ class TaskLogReading:
         findings = (finding for finding in self.findings.values() if finding.record in known)
         masks = [] if self.masks is None else [self.masks]
         return [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
+
+    def _placed(self, rollout: RolloutCopy) -> RolloutCopy:
+        last = self.steps.last(rollout.rollout)
+        return rollout if last is None else rollout._replace(calls=last.position.turn, node=last.position.node)
 
     def _records(self) -> list[RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.
@@ -199,59 +196,36 @@ class TaskLogReading:
 
 
 def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
-    """Return what the rows of a task's log say.
-
-    Raises:
-        LogError: A row is not what a member of this version writes.
-    """
+    """Return what the rows of a task's log say. Raises LogError: a row is not what a member of this version writes."""
     reading = TaskLogReading()
     reading.take_rows(rows)
     return reading
 
 
 class RowLayout(NamedTuple):
-    """What a row of a log holds.
-
-    Attributes:
-        row: Its number.
-        size_bytes: The bytes of its lines; None if it says who owns the task.
-        sha256: The SHA-256 of its lines.
-        records: How many of its lines are records.
-        others: How many are not.
-    """
+    """What a row of a log holds."""
 
     row: int
-    size_bytes: int | None
-    sha256: bytes
-    records: int
-    others: int
+    size_bytes: int | None  # The bytes of its lines; None if it says who owns the task.
+    sha256: bytes  # The SHA-256 of its lines.
+    records: int  # How many of its lines are records.
+    others: int  # How many are not.
 
 
 class Replacement(NamedTuple):
-    """Rows that are replaced by one.
+    """Rows that are replaced by one."""
 
-    Attributes:
-        gone: Their numbers. The new row has the last one.
-        digest: See `rows_digest`.
-        body: The lines of the new row.
-    """
-
-    gone: list[int]
+    gone: list[int]  # Their numbers. The new row has the last one.
     digest: bytes
-    body: bytes
+    body: bytes  # The lines of the new row.
 
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Neighbouring rows that become one.
-
-    Attributes:
-        rows: The rows.
-        first: The number of records in the log before them.
-    """
+    """Neighbouring rows that become one."""
 
     rows: list[RowLayout]
-    first: int
+    first: int  # The number of records in the log before them.
 
 
 class Compaction:
@@ -262,11 +236,6 @@ class Compaction:
     2. Each other segment of rows becomes one row with its records, of about `CHUNK_BYTES`. What an earlier compaction
        has written stays as it is. So no step writes much, and all of them write each record a constant number of times.
     3. The last row is written again, without what has ended.
-
-    Attributes:
-        gone: Numbers of the rows that are replaced.
-        left: How many rows are left of them.
-        lines: How many lines these have.
     """
 
     def __init__(self, reading: TaskLogReading) -> None:
@@ -283,9 +252,9 @@ class Compaction:
                     size_bytes = each.size_bytes or 0
                 self._segments[-1].rows.append(each)
             records += each.records
-        self.gone = sorted(numbers)
-        self.left = len(self._segments)
-        self.lines = records - reading.dead + sum(1 for _ in reading.rest())
+        self.gone = sorted(numbers)  # Numbers of the rows that are replaced.
+        self.left = len(self._segments)  # How many rows are left of them.
+        self.lines = records - reading.dead + sum(1 for _ in reading.rest())  # How many lines these have.
 
     def steps(self) -> Iterator[Replacement]:
         """Yield the steps, in their order. 15 us a record."""

@@ -26,6 +26,7 @@ from proxy.http.sent_labels import take_from_query
 from proxy.http.uploads import ClientDisconnectedError
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.rollout import Rollout
+from sandboxes.listener import Listener
 
 _CONTENT_TYPE, _FORM = b"content-type", b"application/x-www-form-urlencoded"
 _AGENTS_PATHS = ("/t/", "/e/", "/ng-rollout/")
@@ -39,21 +40,26 @@ _STOPPED = Problem(
 
 
 class OtherProxies(Protocol):
-    """The other members of a cluster, for requests to `paths`, which all of them answer together."""
+    """The processes that answer some requests together: the members of a cluster, or the workers of a proxy."""
 
-    number: int
-    paths: frozenset[str]
+    paths: frozenset[str] | None  # The paths of such requests; None for all that name no task.
 
-    def is_peers(self, scope: Scope) -> bool:
-        """Return whether a request comes from another member."""
+    def is_part(self, scope: Scope) -> bool:
+        """Return whether a request asks for the part of this process only."""
         ...
 
     async def numbers(self, scope: Scope) -> list[int]:
-        """Return the members that have a part of the response. Raises RefusalError: 401, 403, or 503 if unknown."""
+        """Return the processes that have a part of the response, this one too.
+
+        Raises RefusalError: 401 or 403 if the request is not authorised, 503 if they are not known.
+        """
         ...
 
-    def application(self, number: int) -> AsgiApp:
-        """Return an application that lets a member answer."""
+    async def request(self, number: int, scope: Scope, listener: Listener) -> None:
+        """Let a process answer a request without a body, and pass its response to the listener.
+
+        Raises RefusalError (503) if it does not answer, or not to the end.
+        """
         ...
 
 

@@ -22,6 +22,10 @@ class EditLog(Protocol):
         """Note that nodes and records were deleted from the store."""
         ...
 
+    def labelled(self, task: str, rollout: int) -> None:
+        """Note the labels of a rollout that is not in memory, by its number."""
+        ...
+
     def masked(self, task: str, masks: str) -> None:
         """Note the noise masks of a task's audits, as JSON."""
         ...

@@ -111,13 +111,15 @@ class Rollouts:
             ended += 1
         return ended
 
-    def put_labels(self, rollout: int, live: Rollout | None, labels: Labels) -> None:
+    def put_labels(self, task: str, rollout: int, live: Rollout | None, labels: Labels) -> None:
         """Write a rollout's labels; `live` is the rollout while it is in memory."""
         self._store.rollouts.put_labels(rollout, labels)
         if live is not None and live.id == rollout:
             live.run = labels.get(RUN, "")
             if self._gate is not None:
                 self._gate.began(live)
+        elif self._gate is not None:
+            self._gate.edits.labelled(task, rollout)
 
     def finish_lost(self, task: str, name: str) -> bool:
         """End a rollout whose position is lost, so that its name is free; return whether there was one."""

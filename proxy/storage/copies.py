@@ -67,7 +67,7 @@ class RecordCopy(NamedTuple):
 
 
 class RolloutCopy(NamedTuple):
-    """A running rollout and its position."""
+    """A rollout and its position."""
 
     rollout: int
     task: str
@@ -79,6 +79,12 @@ class RolloutCopy(NamedTuple):
     token_digest: bytes | None  # SHA-256 of its token; None without one.
     created_at: float
     labels: str  # As JSON.
+
+
+class EndedCopy(NamedTuple):
+    """A rollout that has ended. Its labels may change later: a reward comes when it is over."""
+
+    rollout: RolloutCopy
 
 
 class NoteCopy(NamedTuple):
@@ -115,8 +121,9 @@ class MasksCopy(NamedTuple):
     value: str
 
 
-Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | NoteCopy | NodeCopy | MasksCopy
+Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | EndedCopy | NoteCopy | NodeCopy | MasksCopy
 
+_ROLLOUT = "id, task, name, tree, start, node, calls, token_digest, created_at, labels"
 _RECORDS = (
     "SELECT id, tree, source, key, target, effect, seconds, recorded_at, private, reproducible, age_s, call, upload, "
     f"answer, cpu_s, peak_bytes, read_bytes, written_bytes, {is_whole('records')} FROM records "
@@ -165,20 +172,24 @@ class CopyStore:
         rows = self._database.rows("SELECT id, diverged FROM nodes WHERE tree = ? AND pinned", (tree,))
         return [NodeCopy(number, diverged, True) for number, diverged in rows]
 
-    def rollout(self, rollout: int) -> RolloutCopy | None:
-        """Return a running rollout; None if it has ended or is damaged. Fold the journal before."""
+    def rollout(self, rollout: int) -> RolloutCopy | EndedCopy | None:
+        """Return a rollout; None if its position is lost or its row damaged. Fold the journal before."""
         sql = (
-            "SELECT id, task, name, tree, start, node, calls, token_digest, created_at, labels FROM rollouts "
-            f"WHERE id = ? AND finished = 0 AND lost = '' AND {is_whole('rollouts')}"
+            f"SELECT {_ROLLOUT}, finished FROM rollouts "
+            f"WHERE id = ? AND (finished OR lost = '') AND {is_whole('rollouts')}"
         )
         row = self._database.row(sql, (rollout,))
-        return None if row is None else RolloutCopy(*row)
+        if row is None:
+            return None
+        *values, finished = row
+        return EndedCopy(RolloutCopy(*values)) if finished else RolloutCopy(*values)
 
     def replace(self, task: str, copies: Iterable[Copy]) -> None:
         """Write a task in place of what the store has under its name, in one transaction.
 
-        Rollouts that have ended stay, and so do the steps through records which are there afterwards. The task may not
-        be in memory, nor the last steps of its rollouts in the journal. Raises StoreError if nothing could be written.
+        Rollouts that have ended here stay, and so do the steps through records which are there afterwards. The task may
+        not be in memory, nor the last steps of its rollouts in the journal. Raises StoreError if nothing could be
+        written; the store is as it was then.
         """
         trees = TREES_OF.format(task="?1")
         with self._database.transaction() as execute:
@@ -199,7 +210,7 @@ class CopyStore:
             execute(f"UPDATE records SET quarantined = 1 WHERE id IN ({findings}) AND NOT quarantined")
             own = "SELECT id FROM rollouts WHERE task = ?"
             # Steps that were taken by an owner which had been replaced.
-            late = f"rollout IN ({running}) AND turn >= (SELECT calls FROM rollouts WHERE id = steps.rollout)"
+            late = f"rollout IN ({own}) AND turn >= (SELECT calls FROM rollouts WHERE id = steps.rollout)"
             execute(f"DELETE FROM steps WHERE {late}", (task,))
             lost = f"rollout IN ({own}) AND record NOT IN (SELECT id FROM records)"
             execute(f"DELETE FROM steps WHERE {lost}", (task,))
@@ -214,6 +225,8 @@ class CopyStore:
                 self._write_record(execute, copy)
             case RolloutCopy():
                 self._write_rollout(execute, copy)
+            case EndedCopy(rollout):
+                self._write_rollout(execute, rollout, finished=1)
             case NoteCopy():
                 execute(PUT_NOTE, copy)
             case NodeCopy(node, diverged, pinned):
@@ -263,11 +276,15 @@ class CopyStore:
         )  # fmt: skip
         execute(f"INSERT INTO records VALUES ({','.join('?' * len(values))})", values)
 
-    def _write_rollout(self, execute: Execute, copy: RolloutCopy) -> None:
+    def _write_rollout(self, execute: Execute, copy: RolloutCopy, finished: int = 0) -> None:
+        if finished:
+            # One that has ended here keeps what its calls took.
+            sql = "UPDATE rollouts SET node = ?, calls = ?, labels = ? WHERE id = ? AND finished"
+            execute(sql, (copy.node, copy.calls, copy.labels, copy.rollout))
         execute(
             # A row that has ended here alone: the log does not know of its end.
-            "INSERT OR REPLACE INTO rollouts (id, task, name, tree, start, node, calls, token_digest, created_at, "
-            "labels, used_at, finished, lost, restore_s, replay_s, wait_s) "
-            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0, '', 0, 0, 0)",
-            (*copy, copy.created_at),
+            f"INSERT OR {'IGNORE' if finished else 'REPLACE'} INTO rollouts ({_ROLLOUT}, "
+            "used_at, finished, lost, restore_s, replay_s, wait_s) "
+            "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, '', 0, 0, 0)",
+            (*copy, copy.created_at, finished),
         )

@@ -39,11 +39,7 @@ def settings_of(settings: Settings, number: int) -> Settings:
 
 
 def claim(data: Path, count: int) -> None:
-    """Check that a data directory belongs to this number of workers; an empty one does from now on.
-
-    Raises:
-        StoreError: It belongs to another number, or to a proxy without workers.
-    """
+    """Check that a data directory belongs to this number of workers; an empty one does from now on."""
     known = workers_of(data)
     if known is not None and known != count:
         again = "without --workers" if known == 1 else f"with --workers {known}"

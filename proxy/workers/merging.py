@@ -14,14 +14,7 @@ _NAME = re.compile(rb"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 def merged_page(pages: Sequence[Json], key: str, *, descending: bool, limit: int) -> tuple[list[Any], list[int]]:
-    """Return the items of a page of all workers, and how many of them come from each worker.
-
-    Args:
-        pages: The page of each worker, in the same order and with the same limit.
-        key: The member of an item that is its sort key.
-        descending: Whether the greatest come first.
-        limit: Maximum number of items.
-    """
+    """Return the items of a page of all workers, and how many of them come from each worker."""
 
     def order(item: tuple[int, Json]) -> tuple[bool, Any]:
         # A time that is null comes before all others: in the list it is 0.

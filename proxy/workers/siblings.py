@@ -9,7 +9,8 @@ passes through two processes. If a worker dies, its connections end, as those of
    connection waits for it, `PATIENCE_S` at most, and gets 503 with `Retry-After`. The call was not executed.
 2. Once a connection is sent, this process does nothing more with it. If the worker dies with it, the client sees the
    end of its connection, and not an answer that could be wrong.
-3. Views that show all tasks are put together from the workers' parts (`begin`), see `views`.
+3. Views that show all tasks are put together from the workers' parts, see `views`. A worker asks for a part by HTTP,
+   over a connection of which it gives one end to the other worker.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,15 @@ from typing import cast
 import structlog
 
 from proxy.http.asgi import Scope
+from proxy.http.passed_head import head_of
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
-from proxy.workers.messages import GivenConnection, Piece, PieceRequest, ViewAnswer, ViewRequest
+from proxy.workers.messages import GivenConnection
 from proxy.workers.routing import Routes
-from proxy.workers.streams import OwnPart, PartCutError, SiblingPart
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
+from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 
 log = structlog.get_logger()
 
@@ -45,14 +48,15 @@ MAX_WAITING = 1024
 _PAUSE_S = 0.05
 _LINGER_S = 1.0
 """How long the client of a refused connection may still send, in seconds: a reset could overtake the response."""
+_SILENCE_S = 1e9
+"""Nobody knows how long a response of a worker takes. One that dies ends its connections."""
+_PART = "forkpoint.part"
+"""The key in the `state` of requests that ask for the part of one worker."""
 _LINK = "link"
 """Name of a worker's socket in its data directory, which only this user can enter."""
 
 _CREDENTIALS = struct.Struct("3i")
 """The process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
-
-Respond = Callable[[ViewRequest], Awaitable[OwnPart]]
-"""Begins this worker's part of a view."""
 
 
 class WorkerAwayError(RefusalError):
@@ -65,33 +69,28 @@ class WorkerAwayError(RefusalError):
 
 
 class Siblings:
-    """This worker's links to the others. Implements `proxy.dataplane.hit_protocol.Handover`."""
+    """This worker's links to the others. Implements `Handover` and `OtherProxies` of `proxy.dataplane`."""
 
-    def __init__(self, routes: Routes, directories: Sequence[Path]) -> None:
-        """Connect nothing yet.
-
-        Args:
-            routes: Finds the worker of each request.
-            directories: The data directory of each worker.
-        """
-        self.routes, self._directories = routes, directories
+    def __init__(self, routes: Routes, directories: Sequence[Path], paths: frozenset[str] | None = None) -> None:
+        """Connect nothing yet. `directories` are those of all workers; for `paths` see `OtherProxies`."""
+        self.routes, self._directories, self.paths = routes, directories, paths
         self._channels: dict[int, Channel] = {}
         self._connecting: dict[int, asyncio.Lock] = {}
         self._tasks, self._listener = TaskOwner(), cast("socket.socket | None", None)
         self._waiting, self._is_closing = 0, False
 
     @property
-    def own(self) -> int:
+    def number(self) -> int:
         """Number of this worker."""
         return self.routes.share.number
 
-    async def numbers(self, scope: Scope) -> list[int]:  # noqa: ARG002 - see `Others`
-        """Return the numbers of all workers."""
+    async def numbers(self, scope: Scope) -> list[int]:  # noqa: ARG002 - see `OtherProxies`
+        """See `OtherProxies.numbers`."""
         return list(range(self.routes.share.of))
 
-    def is_part(self, scope: Scope) -> bool:  # noqa: ARG002 - see `Others`
-        """Return False: requests of other workers do not come by HTTP."""
-        return False
+    def is_part(self, scope: Scope) -> bool:
+        """See `OtherProxies.is_part`."""
+        return _PART in scope.get("state", {})
 
     # -- to other workers --------------------------------------------------------------------------------------------
 
@@ -104,22 +103,23 @@ class Siblings:
         """Give a connection to another worker, with the bytes that are not answered."""
         self._tasks.spawn("connection for another worker", self._give(process, connection, held))
 
-    async def begin(self, number: int, request: ViewRequest) -> SiblingPart:
-        """Let a worker begin its part of a view; the caller closes it.
-
-        Raises:
-            WorkerAwayError: It does not answer.
-        """
-        # A channel of its own: answers come in order, and a connection must not wait for a long list.
-        channel = await self._connect(number)
+    async def request(self, number: int, scope: Scope, listener: Listener) -> None:
+        """See `OtherProxies.request`: the worker is given one end of a new connection."""
+        own, given = socket.socketpair()
         try:
-            return SiblingPart(channel, (await channel.ask(request)).message)
-        except (ChannelClosedError, PeerFailedError) as error:
-            channel.close()
-            raise WorkerAwayError(number) from error
+            if number == self.number:
+                await _adopt(given.detach(), b"", self._make_part)
+            else:
+                await (await self._channel(number)).post(GivenConnection(is_part=True), [given.fileno()])
         except BaseException:
-            channel.close()
+            own.close()
             raise
+        finally:
+            given.close()
+        try:
+            await exchange(own, head_of(scope, 0), b"", listener, silence_s=_SILENCE_S)
+        except (OSError, MalformedResponseError) as error:
+            raise WorkerAwayError(number) from error
 
     async def _give(self, number: int, connection: socket.socket, held: bytes) -> None:
         with connection:
@@ -167,16 +167,13 @@ class Siblings:
 
     # -- from other workers ------------------------------------------------------------------------------------------
 
-    def open(self, make_protocol: Callable[[], asyncio.Protocol], respond: Respond) -> None:
-        """Take connections and questions of other workers from now on.
+    def open(self, make_client: Callable[[], asyncio.Protocol], make_peer: Callable[..., asyncio.Protocol]) -> None:
+        """Take connections of other workers from now on. Raises OSError.
 
-        Args:
-            make_protocol: Makes the protocol of a connection, a `HitFirst`.
-            respond: Answers questions for this worker's part of a view.
-
-        Raises:
-            OSError: The socket cannot be made in the data directory.
+        `make_client` makes the protocol of a client's connection, a `HitFirst`, and `make_peer` that of a worker's,
+        with members of its state.
         """
+        self._make_client, self._make_part = make_client, partial(make_peer, **{_PART: True})
         directory = self._directories[self.routes.share.number]
         with contextlib.suppress(FileNotFoundError):
             # A killed worker leaves its socket.
@@ -187,7 +184,7 @@ class Siblings:
             listener.bind(f"{folder}/{_LINK}")
         listener.listen(1024)
         listener.setblocking(False)
-        accept = partial(self._accept, listener, make_protocol, respond)
+        accept = partial(self._accept, listener)
         asyncio.get_running_loop().add_reader(listener.fileno(), accept)
 
     async def aclose(self) -> None:
@@ -204,7 +201,7 @@ class Siblings:
         self._tasks.cancel()
         await self._tasks.wait()
 
-    def _accept(self, listener: socket.socket, make_protocol: Callable[[], asyncio.Protocol], respond: Respond) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         try:
             end, _ = listener.accept()
         except OSError:
@@ -214,30 +211,17 @@ class Siblings:
         if _CREDENTIALS.unpack(credentials)[1] != os.geteuid():
             end.close()
             return
-        self._tasks.spawn("another worker", self._serve(Channel(end), make_protocol, respond))
+        self._tasks.spawn("another worker", self._serve(Channel(end)))
 
-    async def _serve(self, channel: Channel, make_protocol: Callable[[], asyncio.Protocol], respond: Respond) -> None:
-        part: OwnPart | None = None
+    async def _serve(self, channel: Channel) -> None:
         try:
             while True:
-                envelope = await channel.next(GivenConnection, ViewRequest, PieceRequest)
-                match envelope.message:
-                    case GivenConnection():
-                        await _adopt(envelope.fds[0], envelope.body, make_protocol)
-                    case PieceRequest() if part is not None:
-                        await channel.post(Piece(), body=await part.next())
-                    case ViewRequest() as request:
-                        part = await respond(request)
-                        await channel.post(ViewAnswer(part.status, part.headers))
+                given = await channel.next(GivenConnection)
+                await _adopt(given.fds[0], given.body, self._make_part if given.message.is_part else self._make_client)
         except (ChannelClosedError, PeerFailedError):
             pass
-        except PartCutError as error:
-            # The other worker notices the end of the channel.
-            log.warning("a view for another worker failed", error=str(error), cause=str(error.__cause__))
         finally:
             channel.close()
-            if part is not None:
-                await part.aclose()
 
 
 async def _adopt(descriptor: int, held: bytes, make_protocol: Callable[[], asyncio.Protocol]) -> None:

@@ -5,24 +5,22 @@ Theory of operation:
 1. Each worker answers the request by its own application. A piece is read only when the joined response needs it, so a
    worker holds one piece of its part, and the joining worker one of each part.
 2. The head of the joined response is sent when all workers have begun theirs. A worker that refuses is the response.
-3. A part is complete only if its application says so. A worker that dies before is an error, which cuts the client's
+3. A part is complete only if it ends as HTTP says. A worker that dies before is an error, which cuts the client's
    connection off: the client never takes a part of the response for all of it.
 """
 
 import asyncio
 import heapq
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from importlib.metadata import version
-from typing import Protocol, Self
+from typing import Self
 
 import orjson
 
-from proxy.http.asgi import AsgiApp, AsgiMessage, Scope
 from proxy.transfer.format import FORMAT, Writer
 from proxy.transfer.trajectories import HEAD_END, SENT_BYTES
-from proxy.workers.messages import PieceRequest, ViewAnswer, ViewRequest
-from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 
 
@@ -30,146 +28,71 @@ class PartCutError(Exception):
     """A worker's part of a response has ended before it was complete."""
 
 
-class ResponsePart(Protocol):
-    """A worker's response.
+class ResponsePart:
+    """The response of one process, read while it arrives. Implements `Listener`."""
 
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-    """
-
-    status: int
-    headers: list[list[str]]
-
-    async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The rest will not come.
-        """
-        ...
-
-    async def aclose(self) -> None:
-        """Read nothing more."""
-        ...
-
-
-class OwnPart:
-    """The response of this process's application. Implements `ResponsePart`."""
-
-    status: int
-    headers: list[list[str]]
-
-    def __init__(self, application: AsgiApp, scope: Scope) -> None:
-        # One message waits at most, so the application makes the next piece while the last one is sent.
-        self._messages: asyncio.Queue[AsgiMessage] = asyncio.Queue(1)
-        self._is_read = self._is_complete = False
-        self._running = start(self._run(application, scope))
+    def __init__(self, request: Callable[[Listener], Awaitable[None]]) -> None:
+        """Send a request, which passes its response to a listener, and fails if that has no end."""
+        self.status, self.headers = 0, dict[str, str]()  # By names in lower case.
+        # One piece waits at most, so the next one is made while the last one is sent.
+        self._pieces: asyncio.Queue[bytes] = asyncio.Queue(1)
+        self._begun: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._running = start(self._run(request))
 
     @classmethod
-    async def begun(cls, application: AsgiApp, request: ViewRequest) -> Self:
-        """Answer a request without a body; return the response once its head is known.
-
-        Raises:
-            PartCutError: The application failed.
-        """
-        part = cls(application, _scope(request))
+    async def begun(cls, request: Callable[[Listener], Awaitable[None]]) -> Self:
+        """Return the response to a request once its head is known. Raises RefusalError."""
+        part = cls(request)
         try:
-            head = await part._message()
+            await part._begun
         except BaseException:
             await part.aclose()
             raise
-        part.status = head["status"]
-        part.headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in head.get("headers", ())]
         return part
 
+    async def head(self, status: int, headers: Headers) -> None:
+        """Take the head."""
+        self.status, self.headers = status, {name.lower(): value for name, value in headers}
+        self._begun.set_result(None)
+
+    async def data(self, chunk: bytes) -> None:
+        """Take the next piece."""
+        await self._pieces.put(chunk)
+
     async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The application failed.
-        """
-        while not self._is_complete:
-            message = await self._message()
-            self._is_complete = not message.get("more_body")
-            if message.get("body"):
-                return bytes(message["body"])
-        return b""
-
-    async def aclose(self) -> None:
-        """End the application's work."""
-        self._running.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await self._running
-
-    async def _run(self, application: AsgiApp, scope: Scope) -> None:
-        await application(scope, self._receive, self._messages.put)
-
-    async def _receive(self) -> AsgiMessage:
-        if self._is_read:
-            # The client of the joined response hangs up by `aclose`.
-            await asyncio.Event().wait()
-        self._is_read = True
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    async def _message(self) -> AsgiMessage:
-        waiting = start(self._messages.get())
+        """Return the next piece; empty after the last one. Raises PartCutError: the rest will not come."""
+        waiting = start(self._pieces.get())
         try:
             await asyncio.wait({waiting, self._running}, return_when=asyncio.FIRST_COMPLETED)
             if waiting.done():
                 return waiting.result()
         finally:
             waiting.cancel()
-        # The application has ended, perhaps with a message that nobody has taken yet.
-        if not self._messages.empty():
-            return self._messages.get_nowait()
-        error = None if self._running.cancelled() else self._running.exception()
-        raise PartCutError("the application ended before its response was complete") from error
-
-
-class SiblingPart:
-    """The response of another worker. Implements `ResponsePart`."""
-
-    def __init__(self, channel: Channel, answer: ViewAnswer) -> None:
-        """Read a response that has begun.
-
-        Args:
-            channel: The channel, for this response only.
-            answer: Its head.
-        """
-        self._channel, self.status, self.headers = channel, answer.status, answer.headers
-
-    async def next(self) -> bytes:
-        """Return the next piece; empty after the last one.
-
-        Raises:
-            PartCutError: The worker has died, or its application failed.
-        """
-        try:
-            return (await self._channel.ask(PieceRequest())).body
-        except (ChannelClosedError, PeerFailedError) as error:
-            raise PartCutError(f"another worker has not sent all of its part: {error}") from error
+        # The response has ended, perhaps with a piece that nobody has taken yet.
+        if not self._pieces.empty():
+            return self._pieces.get_nowait()
+        error = self._running.exception()
+        if error is not None:
+            raise PartCutError(f"a part of a response has no end: {error}") from error
+        return b""
 
     async def aclose(self) -> None:
-        """Close the channel."""
-        self._channel.close()
+        """Read nothing more."""
+        self._running.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await self._running
 
-
-def _scope(request: ViewRequest) -> Scope:
-    return {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": request.method, "scheme": "http",
-        "path": request.path, "raw_path": request.path.encode(), "query_string": request.query.encode("latin-1"),
-        "headers": [(name.encode("latin-1"), value.encode("latin-1")) for name, value in request.headers],
-        "server": ("worker", None), "client": ("127.0.0.1", 0), "root_path": "",
-    }  # fmt: skip
+    async def _run(self, request: Callable[[Listener], Awaitable[None]]) -> None:
+        try:
+            await request(self)
+        except Exception as error:
+            if self._begun.done():
+                raise
+            self._begun.set_exception(error)
 
 
 async def whole(part: ResponsePart) -> bytes:
-    """Return the body of a short response.
-
-    Raises:
-        PartCutError: It is not complete.
-    """
+    """Return the body of a short response. Raises PartCutError: it is not complete."""
     pieces = list[bytes]()
     while piece := await part.next():
         pieces.append(piece)
@@ -177,11 +100,7 @@ async def whole(part: ResponsePart) -> bytes:
 
 
 async def joined_backup(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
-    """Yield a bundle of the workers' backups, each of which is a unit; `proxy.transfer.backup` restores it.
-
-    Raises:
-        PartCutError: A part is not complete.
-    """
+    """Yield a bundle of the workers' backups, each of which is a unit; `proxy.transfer.backup` restores it."""
     writer = Writer()
     manifest = {"backup": True, "forkpoint": version("forkpoint"), "format": FORMAT, "workers": len(parts)}
     yield writer.json("manifest", manifest)
@@ -194,11 +113,7 @@ async def joined_backup(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
 
 
 async def joined_trajectories(parts: Sequence[ResponsePart]) -> AsyncIterator[bytes]:
-    """Yield the lines of all workers, in the order in which the rollouts were created. Memory: a piece of each worker.
-
-    Raises:
-        PartCutError: A part is not complete.
-    """
+    """Yield the lines of all workers, in the order in which the rollouts were created. It holds a piece of each."""
     readers, waiting, pending = [_LineReader(part) for part in parts], list[tuple[float, int]](), bytearray()
     for number, reader in enumerate(readers):
         if (created_at := await reader.begin_line()) is not None:
@@ -222,11 +137,7 @@ class _LineReader:
         self._part, self._held, self._at = part, b"", 0
 
     async def begin_line(self) -> float | None:
-        """Return when the rollout of the next line was created; None after the last line.
-
-        Raises:
-            PartCutError: The part ends in the middle of a line.
-        """
+        """Return when the rollout of the next line was created; None after the last line. Raises PartCutError."""
         # Quotes inside of texts are escaped, so the head ends at the first place that looks like its end.
         while (end := self._held.find(HEAD_END, self._at)) < 0:
             rest = self._held[self._at :]
@@ -236,11 +147,7 @@ class _LineReader:
         return float(orjson.loads(self._held[self._at : end] + b"}")["created_at"])
 
     async def rest_of_line(self) -> AsyncIterator[bytes]:
-        """Yield the line whose head was read, up to its end.
-
-        Raises:
-            PartCutError: The part ends before the line.
-        """
+        """Yield the line whose head was read, up to its end. Raises PartCutError: the part ends before the line."""
         while (end := self._held.find(b"\n", self._at) + 1) == 0:
             yield self._held[self._at :]
             await self._read()

@@ -45,16 +45,7 @@ class _Worker:
 
 
 def supervise(count: int, work: Work, all_ready: Callable[[], None]) -> None:
-    """Run workers until SIGTERM or SIGINT, and return when all of them have ended.
-
-    Args:
-        count: Number of workers.
-        work: What each of them does. It runs in a process of its own.
-        all_ready: Called once, when all workers answer requests.
-
-    Raises:
-        WorkerFailedError: A worker ended before it had answered anything at the first start. The others are ended.
-    """
+    """Run workers until SIGTERM or SIGINT, and return when all of them have ended. Raises WorkerFailedError."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     workers = [_Worker(number) for number in range(count)]
     is_ready = False

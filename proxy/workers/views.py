@@ -1,12 +1,14 @@
 """Requests that name no task: the process that gets one asks all of them, and puts their parts together.
 
-The processes are the workers of a proxy, or the members of a cluster (`Others`).
+The processes are the workers of a proxy, or the members of a cluster (`OtherProxies`). Each one's part is its
+response to the same request, passed on as HTTP.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlencode
 
 import orjson
@@ -30,10 +32,8 @@ from proxy.workers.merging import (
     merged_steps,
     merged_wrong_answers,
 )
-from proxy.workers.messages import ViewRequest
-from proxy.workers.siblings import WorkerAwayError
-from proxy.workers.streams import OwnPart, PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
-from sandboxes.ipc.codec import with_members
+from proxy.workers.streams import PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
+from sandboxes.http_message import end_to_end
 
 log = structlog.get_logger()
 
@@ -45,22 +45,17 @@ _STREAMS = {"/api/v1/trajectories": joined_trajectories, "/api/v1/backup": joine
 """Responses that are read from all workers in pieces, and what joins them."""
 _UNJOINED = frozenset({"content-length", "content-type", TOTAL})
 """Headers that a joined response does not take from its first part."""
+_OF_A_PART = frozenset({"content-length"})
 _JSON = "application/json"
 _EMPTY: dict[str, Any] = {"items": [], "total": 0, "next": None}
 """What is left of a list that was shown to its end."""
 
 
 class WorkerPart(NamedTuple):
-    """A worker's response.
-
-    Attributes:
-        status: The HTTP status.
-        headers: Names and values.
-        body: The body.
-    """
+    """A worker's response."""
 
     status: int
-    headers: list[list[str]]
+    headers: dict[str, str]  # By names in lower case.
     body: bytes
 
 
@@ -72,71 +67,12 @@ class _RefusedError(Exception):
         self.part = part
 
 
-class Others(Protocol):
-    """The other processes."""
-
-    @property
-    def own(self) -> int:
-        """Number of this process."""
-        ...
-
-    def is_part(self, scope: Scope) -> bool:
-        """Return whether a request asks for a part only."""
-        ...
-
-    async def numbers(self, scope: Scope) -> list[int]:
-        """Return the numbers of all processes that have a part of the response to a request.
-
-        Raises:
-            RefusalError: The request is not authorised, or they are not known.
-        """
-        ...
-
-    async def begin(self, number: int, request: ViewRequest) -> ResponsePart:
-        """Let another process begin its part; the caller closes it.
-
-        Raises:
-            RefusalError: It does not answer.
-        """
-        ...
-
-
-class Members:
-    """The members of a cluster. Implements `Others`."""
-
-    def __init__(self, members: OtherProxies) -> None:
-        self._members = members
-
-    @property
-    def own(self) -> int:
-        """Number of this member."""
-        return self._members.number
-
-    def is_part(self, scope: Scope) -> bool:
-        """See `Others.is_part`."""
-        return self._members.is_peers(scope)
-
-    async def numbers(self, scope: Scope) -> list[int]:
-        """See `Others.numbers`."""
-        return await self._members.numbers(scope)
-
-    async def begin(self, number: int, request: ViewRequest) -> ResponsePart:
-        """See `Others.begin`. A member that does not answer is a response with the status 503."""
-        return await OwnPart.begun(self._members.application(number), request)
-
-
 class AllWorkers:
     """Answers requests of clients: those that name no task for all processes, and all others by the application."""
 
-    def __init__(self, application: AsgiApp, others: Others, paths: Container[str] | None = None) -> None:
-        """Stand before an application.
-
-        Args:
-            application: This process's data plane, or what stands before it.
-            others: The other processes.
-            paths: The paths of the requests that are answered for all processes; None for all that name no task.
-        """
-        self._application, self._others, self._paths = application, others, paths
+    def __init__(self, application: AsgiApp, others: OtherProxies) -> None:
+        """Stand before an application of this process."""
+        self._application, self._others = application, others
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
@@ -156,7 +92,7 @@ class AllWorkers:
         path = scope.get("path", "")
         merge = self._merges.get((scope.get("method", ""), path))
         is_stream = scope.get("method") == "GET" and path in _STREAMS
-        is_own = self._paths is not None and path not in self._paths
+        is_own = self._others.paths is not None and path not in self._others.paths
         if scope["type"] != "http" or is_own or (merge is None and not is_stream) or self._others.is_part(scope):
             await self._application(scope, receive, send)
             return
@@ -169,82 +105,62 @@ class AllWorkers:
             part = refused.part
         except RefusalError as refusal:
             problem = problem_of(refusal)
-            named = [[name.decode(), value.decode()] for name, value in problem.headers()]
+            named = {name.decode(): value.decode() for name, value in problem.headers()}
             part = WorkerPart(problem.status, named, problem.body())
-        own = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in part.headers]
         # Merged, a part has another length than the worker's that it began with.
-        headers = [header for header in own if header[0] != b"content-length"]
+        kept = end_to_end(part.headers.items(), without=_OF_A_PART)
+        headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept]
         await send_response(send, part.status, headers, part.body)
-
-    async def respond(self, request: ViewRequest) -> OwnPart:
-        """Begin this worker's part of a view.
-
-        Raises:
-            PartCutError: The application failed.
-        """
-        return await OwnPart.begun(self._application, request)
 
     # -- parts -------------------------------------------------------------------------------------------------------
 
-    async def _part(self, number: int, request: ViewRequest) -> WorkerPart:
-        """Return a worker's part.
+    async def _begin(self, number: int, scope: Scope) -> ResponsePart:
+        """Let a process begin its part; the caller closes it. Raises RefusalError: it does not answer."""
+        return await ResponsePart.begun(partial(self._others.request, number, scope))
 
-        Raises:
-            WorkerAwayError: The worker does not answer.
-        """
-        part = await self._begin(number, request)
+    async def _part(self, number: int, scope: Scope) -> WorkerPart:
+        """Return a worker's part. Raises RefusalError: the worker does not answer."""
+        part = await self._begin(number, scope)
         try:
             return WorkerPart(part.status, part.headers, await whole(part))
         except PartCutError as error:
-            raise WorkerAwayError(number) from error
+            raise RefusalError(503, "part", f"{error}. Try again.") from error
         finally:
             await part.aclose()
 
-    async def _parts(self, requests: Mapping[int, ViewRequest]) -> list[WorkerPart]:
-        """Return the parts of some workers, in their order.
-
-        Raises:
-            WorkerAwayError: One of them does not answer.
-            _RefusedError: One of them refused.
-        """
-        parts = await asyncio.gather(*(self._part(number, request) for number, request in requests.items()))
+    async def _parts(self, scopes: Mapping[int, Scope]) -> list[WorkerPart]:
+        """Return the parts of some workers, in their order. Raises RefusalError, _RefusedError."""
+        parts = await asyncio.gather(*(self._part(number, scope) for number, scope in scopes.items()))
         for part in parts:
             if part.status >= 300:
                 raise _RefusedError(part)
         return parts
 
-    async def _to_all(self, scope: Scope, request: ViewRequest) -> dict[int, ViewRequest]:
-        return dict.fromkeys(await self._others.numbers(scope), request)
+    async def _of_each(self, scope: Scope) -> list[WorkerPart]:
+        return await self._parts(dict.fromkeys(await self._others.numbers(scope), scope))
 
     # -- views -------------------------------------------------------------------------------------------------------
 
     def _of_all(self, merge: Callable[[list[Any]], Any]) -> Callable[[Scope], Awaitable[WorkerPart]]:
         async def view(scope: Scope) -> WorkerPart:
-            parts = await self._parts(await self._to_all(scope, _request(scope)))
-            return _json(merge([orjson.loads(part.body) for part in parts]))
+            return _json(merge([orjson.loads(part.body) for part in await self._of_each(scope)]))
 
         return view
 
     async def _report(self, scope: Scope) -> WorkerPart:
-        request = with_members(_request(scope), path="/api/v1/report/part")
-        bodies = [part.body for part in await self._parts(await self._to_all(scope, request))]
+        bodies = [part.body for part in await self._of_each({**scope, "raw_path": b"/api/v1/report/part"})]
         # As long as a report of all tasks takes: the seconds of each call are sorted.
         report = await asyncio.to_thread(lambda: report_of([ReportPart.unpacked(body) for body in bodies]))
         return _json(report.model_dump(mode="json"))
 
     async def _ready(self, scope: Scope) -> WorkerPart:
-        return (await self._parts(await self._to_all(scope, _request(scope))))[0]
+        return (await self._of_each(scope))[0]
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a response that is joined while the parts are read.
-
-        Raises:
-            WorkerAwayError: A worker does not answer; nothing was sent.
-            _RefusedError: A worker refused; nothing was sent.
-        """
-        request, numbers = _request(scope), await self._others.numbers(scope)
+        """Send a response that is joined while the parts are read. Raises WorkerAwayError, _RefusedError."""
+        numbers = await self._others.numbers(scope)
         async with AsyncExitStack() as stack:
-            begun = await asyncio.gather(*(self._begin(number, request) for number in numbers), return_exceptions=True)
+            begun = await asyncio.gather(*(self._begin(number, scope) for number in numbers), return_exceptions=True)
             parts = [part for part in begun if not isinstance(part, BaseException)]
             for part in parts:
                 stack.push_async_callback(part.aclose)
@@ -261,21 +177,17 @@ class AllWorkers:
                 # Without the end of the response, the server cuts the connection off.
                 log.warning("a response of all workers was cut off", path=scope["path"], error=str(error))
 
-    async def _begin(self, number: int, request: ViewRequest) -> ResponsePart:
-        own = number == self._others.own
-        return await (self.respond(request) if own else self._others.begin(number, request))
-
     async def _metrics(self, scope: Scope) -> WorkerPart:
         """Return the metrics of the workers that answer, so that one that does not is noticed."""
-        request, numbers = _request(scope), await self._others.numbers(scope)
-        answers = await asyncio.gather(*(self._part(number, request) for number in numbers), return_exceptions=True)
-        texts, headers = dict[int, bytes](), list[list[str]]()
+        numbers = await self._others.numbers(scope)
+        answers = await asyncio.gather(*(self._part(number, scope) for number in numbers), return_exceptions=True)
+        texts, headers = dict[int, bytes](), dict[str, str]()
         for number, part in zip(numbers, answers, strict=True):
             if isinstance(part, WorkerPart):
                 if part.status >= 300:
                     raise _RefusedError(part)
                 texts[number], headers = part.body, part.headers
-            elif not isinstance(part, WorkerAwayError):
+            elif not isinstance(part, RefusalError):
                 raise part
         return WorkerPart(200, headers, merged_metrics(texts))
 
@@ -290,9 +202,10 @@ class AllWorkers:
         cursors = dict(zip(numbers, _cursors(query.pop("cursor", None), len(numbers)), strict=True))
         sort = query.get("sort", _PAGES[scope["path"]])
 
-        def asking(number: int, limit: int | None = None) -> ViewRequest:
+        def asking(number: int, limit: int | None = None) -> Scope:
             own = {"cursor": cursors[number], "limit": limit}
-            return _request(scope, urlencode({**query, **{name: value for name, value in own.items() if value}}))
+            asked = urlencode({**query, **{name: value for name, value in own.items() if value}})
+            return {**scope, "query_string": asked.encode()}
 
         # Lists that were shown to their end are requested only for their length.
         unseen = [number for number in numbers if cursors[number] is not None]
@@ -321,27 +234,16 @@ class AllWorkers:
 
 def _joined_headers(parts: Sequence[ResponsePart]) -> dict[str, str]:
     """Return the headers of a joined response: its total is the sum of the parts' totals or lengths."""
-    headers = [{name.lower(): value for name, value in part.headers} for part in parts]
-    totals = [part.get(TOTAL, part.get("content-length", "")) for part in headers]
-    first = headers[0]
+    totals = [part.headers.get(TOTAL, part.headers.get("content-length", "")) for part in parts]
+    first = dict(end_to_end(parts[0].headers.items()))
     # A backup of one worker may be the file of its store; those of several workers are a bundle.
     kept = {name: value for name, value in first.items() if name not in _UNJOINED}
     kept["content-type"] = BUNDLE_TYPE if "content-disposition" in first else first["content-type"]
     return kept | ({TOTAL: str(sum(map(int, totals)))} if all(map(str.isdecimal, totals)) else {})
 
 
-def _request(scope: Scope, query: str | None = None) -> ViewRequest:
-    headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in scope["headers"]]
-    text = scope["query_string"].decode("latin-1") if query is None else query
-    return ViewRequest(scope["method"], scope["path"], text, headers)
-
-
 def _cursors(cursor: str | None, count: int) -> list[str | None]:
-    """Return the cursor of each worker's list: empty for its beginning, None after its end.
-
-    Raises:
-        RefusalError: 422, no page of all workers has the cursor.
-    """
+    """Return the cursor of each worker's list: empty for its beginning, None after its end. Raises RefusalError."""
     if cursor is None:
         return [""] * count
     cursors = unpacked_cursor(cursor)
@@ -351,7 +253,7 @@ def _cursors(cursor: str | None, count: int) -> list[str | None]:
 
 
 def _json(value: Any) -> WorkerPart:
-    return WorkerPart(200, [["content-type", _JSON]], orjson.dumps(value))
+    return WorkerPart(200, {"content-type": _JSON}, orjson.dumps(value))
 
 
 def _whole(items: list[Any]) -> Any:

@@ -29,13 +29,7 @@ class GreetingError(RuntimeError):
 
 
 class Hello(NamedTuple):
-    """What a member says of itself when a connection begins.
-
-    Attributes:
-        member: Number of the member.
-        boot: Its start.
-        nonce: Random bytes.
-    """
+    """What a member says of itself when a connection begins."""
 
     member: int
     boot: int
@@ -47,11 +41,7 @@ class Hello(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> "Hello":
-        """Read a greeting of `HELLO_BYTES`.
-
-        Raises:
-            GreetingError: It is no greeting, or one of another version.
-        """
+        """Read a greeting of `HELLO_BYTES`. Raises GreetingError: it is no greeting, or one of another version."""
         magic, version, member, boot = _HELLO.unpack_from(data)
         if magic != _MAGIC:
             raise GreetingError("the peer is not a member of a Forkpoint cluster")

@@ -25,11 +25,7 @@ proves the secret within a round trip, so a flood has to open as many connection
 
 
 class PeerListener:
-    """Accepts peers.
-
-    Attributes:
-        make_http: Makes the protocol of a peer's connection, once the application can answer.
-    """
+    """Accepts peers."""
 
     def __init__(self, secret: bytes, membership: Membership) -> None:
         self.secret, self.membership = secret, membership

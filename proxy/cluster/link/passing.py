@@ -8,7 +8,7 @@ Theory of operation:
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
 3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
-4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response are a `PeerChannel`.
+4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response have no length.
 5. What members ask each other is a request too, to the path `ASK`.
 6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
    that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
@@ -26,21 +26,20 @@ from urllib.parse import quote, unquote
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.link.channels import PeerChannel
 from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from proxy.http.asgi import Scope
+from proxy.http.passed_head import PASSED
 from proxy.refusals import RefusalError
-from sandboxes.http_message import HOP_BY_HOP
-from sandboxes.listener import Headers, Listener
+from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
 from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnection, WholeResponse, converse
 
 log = structlog.get_logger()
 
-PASSED, VIEW = b"x-forkpoint-passed", "x-forkpoint-view"
-"""Headers: what a member says of a request that it passes on, and the view that a peer without the task knows."""
+VIEW = "x-forkpoint-view"
+"""The header with the view that a peer without the task knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
 ASK = "/peer"
@@ -49,11 +48,10 @@ PING_S = 0.5
 """Interval at which a peer is asked whether it lives, in seconds."""
 SILENT_S = 2.0
 """Seconds without an answer to that after which a peer is dead. Below a lease, so that a new owner gets the requests in
-time. Halved, a busy machine loses its connections. Doubled, calls wait longer for a machine that has gone."""
+time."""
 IDLE_S = 30.0
 """How long a connection waits for its next request, in seconds. The peer closes it after two minutes."""
 _CHUNK_BYTES = 1 << 16
-_OWN = frozenset({b"content-length", b"expect", PASSED}) | {name.encode() for name in HOP_BY_HOP}
 
 
 class PeerLostError(RuntimeError):
@@ -61,24 +59,14 @@ class PeerLostError(RuntimeError):
 
 
 class Passed(NamedTuple):
-    """What a member says of a request that it passes on.
+    """What a member says of a request that it passes on."""
 
-    Attributes:
-        view: The owner's view, as the ingress knows it.
-        number: Number of the call among those of this start of the ingress.
-        oldest: Number of the oldest call of the task that the ingress may make again.
-        is_again: See `WaitingCall`.
-        scheme: `http` or `https`, as the agent has used it.
-        kind: What the connection becomes; a `Kind`.
-        task: Name of the task.
-    """
-
-    view: int
-    number: int
-    oldest: int
+    view: int  # The owner's view, as the ingress knows it.
+    number: int  # Number of the call among those of this start of the ingress.
+    oldest: int  # Number of the oldest call of the task that the ingress may make again.
     is_again: bool
-    scheme: str
-    kind: str
+    scheme: str  # `http` or `https`, as the agent has used it.
+    kind: str  # What the connection becomes; a `Kind`.
     task: str
 
     def pack(self) -> bytes:
@@ -95,19 +83,6 @@ class Passed(NamedTuple):
         scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
         view, number, oldest, is_again, scheme, kind, task = values[0].decode().split(" ")
         return cls(int(view), int(number), int(oldest), is_again == "1", scheme, kind, unquote(task))
-
-
-def head_of(scope: Scope, passed: Passed | None, length: int | None) -> bytes:
-    """Return the head of a request that is passed on; a body without a length is sent in chunks."""
-    query = scope["query_string"]
-    target = scope["raw_path"] + (b"?" + query if query else b"")
-    named = [value for name, value in scope["headers"] if name == b"connection"]
-    dropped = _OWN | {token.strip().lower() for value in named for token in value.split(b",")}
-    headers = [header for header in scope["headers"] if header[0] not in dropped]
-    framing = (b"transfer-encoding", b"chunked") if length is None else (b"content-length", b"%d" % length)
-    said = [] if passed is None else [(PASSED, passed.pack())]
-    lines = [b"%b: %b" % header for header in (*headers, framing, *said)]
-    return b"\r\n".join([b"%b %b HTTP/1.1" % (scope.get("method", "GET").encode(), target), *lines, b"", b""])
 
 
 async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) -> AsyncIterator[bytes]:
@@ -177,12 +152,7 @@ class Passing:
         self._tasks = TaskOwner()
 
     async def request(self, peer: Peer, head: bytes, body: bytes | AsyncIterator[bytes], listener: Listener) -> None:
-        """Pass a request on, and its response to the listener.
-
-        Raises:
-            PeerLostError: The peer cannot be reached, or the response is not whole. Whether the peer has taken the
-                request is not known.
-        """
+        """Pass a request on, and its response to the listener. Raises PeerLostError."""
         to = self._to.get(peer) or self._begin(peer)
         connection = await self._connection(peer, to)
         to.busy.add(connection)
@@ -205,51 +175,13 @@ class Passing:
                 connection.abort()
 
     async def ask(self, peer: Peer, question: bytes) -> bytes:
-        """Ask a peer what only members ask.
-
-        Raises:
-            PeerLostError: It does not answer.
-        """
+        """Ask a peer what only members ask. Raises PeerLostError: it does not answer."""
         head = b"POST %b HTTP/1.1\r\nhost: member\r\ncontent-length: %d\r\n\r\n" % (ASK.encode(), len(question))
         answer = WholeResponse()
         await self.request(peer, head, question, answer)
         if answer.status != 200:
             raise PeerLostError(f"member {peer.name!r} has answered with the status {answer.status}")
         return bytes(answer.body)
-
-    async def stream(self, peer: Peer, head: bytes) -> tuple[int | None, PeerChannel]:
-        """Pass on a request whose body and response are a channel, which the caller ends.
-
-        Returns:
-            The view that the peer knows if it does not have the task, else None; and the channel.
-
-        Raises:
-            PeerLostError: The peer did not answer.
-        """
-        passing: asyncio.Task[None] | None = None
-
-        def cut() -> None:
-            if passing is not None:
-                passing.cancel()
-
-        channel = PeerChannel(cut)
-        answer = _Streamed(channel)
-        passing = self._tasks.spawn("stream to a peer", self._stream(peer, head, channel, answer))
-        try:
-            return await answer.view, channel
-        except BaseException:
-            channel.abort()
-            raise
-
-    async def _stream(self, peer: Peer, head: bytes, channel: PeerChannel, answer: "_Streamed") -> None:
-        try:
-            await self.request(peer, head, in_chunks(channel.outgoing(), lambda: None), answer)
-        except PeerLostError as error:
-            if not answer.view.done():
-                answer.view.set_exception(error)
-        finally:
-            answer.view.cancel()
-            channel.lose()
 
     def close(self) -> None:
         """Close all connections. Requests on them fail with `PeerLostError`."""
@@ -277,11 +209,7 @@ class Passing:
         return await self.open(peer)
 
     async def open(self, peer: Peer) -> PeerConnection:
-        """Connect to a peer, and prove the secret to each other.
-
-        Raises:
-            PeerLostError: It cannot be reached.
-        """
+        """Connect to a peer, and prove the secret to each other. Raises PeerLostError: it cannot be reached."""
         member, writer = self._membership, None
         hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
         host, _, port = peer.url.rpartition(":")
@@ -324,36 +252,10 @@ class Passing:
 
 
 def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: Peer) -> None:
-    """Check that a peer has proven the secret, and that it is the start of the member that is meant.
-
-    Raises:
-        GreetingError: It has not, or is another one.
-    """
+    """Check that a peer has proven the secret, and that it is the start of the member that is meant."""
     answered = Hello.unpack(greeting[:HELLO_BYTES])
     expected = proof(secret, cluster, hello, answered, of_opener=False)
     if not hmac.compare_digest(greeting[HELLO_BYTES:], expected):
         raise GreetingError("it does not have the cluster's secret")
     if (answered.member, answered.boot) != (peer.number, peer.boot):
         raise GreetingError("another member answers")
-
-
-class _Streamed:
-    """Takes a response that is a channel."""
-
-    def __init__(self, channel: PeerChannel) -> None:
-        self._channel = channel
-        self.view: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-
-    async def head(self, status: int, headers: Headers) -> None:
-        named = dict(headers)
-        if self.view.done():
-            return
-        if VIEW in named:
-            self.view.set_result(int(named[VIEW]))
-        elif status == 200:
-            self.view.set_result(None)
-        else:
-            self.view.set_exception(PeerLostError(f"a peer has answered a stream with the status {status}"))
-
-    async def data(self, chunk: bytes) -> None:
-        await self._channel.got(chunk)

@@ -110,47 +110,28 @@ WHERE u.member <> %s AND u.running + u.waiting > 0
 
 
 class Peer(NamedTuple):
-    """A member as the database shows it.
-
-    Attributes:
-        number: Its number.
-        boot: Its latest start.
-        name: Its name.
-        url: Where it accepts peers, `host:port`.
-        alive: Whether its lease holds.
-    """
+    """A member as the database shows it."""
 
     number: int
     boot: int
     name: str
-    url: str
-    alive: bool
+    url: str  # Where it accepts peers, `host:port`.
+    alive: bool  # Whether its lease holds.
 
 
 class Ownership(NamedTuple):
-    """The latest owner of a task.
+    """The latest owner of a task."""
 
-    Attributes:
-        view: Number of the row that made it the owner.
-        peer: The owner. It is alive only if it is the process that wrote the row and its lease holds.
-    """
-
-    view: int
-    peer: Peer
+    view: int  # Number of the row that made it the owner.
+    peer: Peer  # The owner. It is alive only if it is the process that wrote the row and its lease holds.
 
 
 class LogRow(NamedTuple):
-    """A row of a task's log.
-
-    Attributes:
-        row: Its number, from 1.
-        member: Number of the member that wrote it.
-        body: Its lines; None if it says that the member owns the task.
-    """
+    """A row of a task's log."""
 
     row: int
     member: int
-    body: bytes | None
+    body: bytes | None  # Its lines; None if it says that the member owns the task.
 
 
 def rows_digest(digests: Iterable[bytes]) -> bytes:
@@ -165,13 +146,6 @@ class ClusterDatabase:
     """
 
     def __init__(self, dsn: str, secret: bytes, membership: Membership | None = None) -> None:
-        """Create the door; nothing is connected yet.
-
-        Args:
-            dsn: Connection string or URL of the database.
-            secret: The secret that all members of the cluster share.
-            membership: What `join` has returned before; None if it is still to be called.
-        """
         self._dsn, self._secret = dsn, secret
         self._reads, self._beats = SteadyConnection(dsn), SteadyConnection(dsn)
         self._appends = SteadyConnection(dsn, _PREPARE_APPEND)
@@ -200,17 +174,7 @@ class ClusterDatabase:
     # -- members -----------------------------------------------------------------------------------------------------
 
     async def join(self, name: str, url: str, known: tuple[str, int] | None) -> Membership:
-        """Create the tables where they are missing, and become a member.
-
-        Args:
-            name: Name of this member.
-            url: Where this member accepts peers, `host:port`.
-            known: The cluster and the number that the data directory has; None for a new data directory.
-
-        Raises:
-            ClusterError: The database cannot be reached or belongs to another program or cluster, the data directory
-                belongs to another cluster, or a member of this name is running.
-        """
+        """Create the tables where they are missing, and become a member. Raises ClusterError."""
         try:
             self._membership = await self._reads.run(
                 lambda connection: join(connection, self._secret, name, url, known)
@@ -220,30 +184,18 @@ class ClusterDatabase:
         return self._membership
 
     async def use_store(self, store: str) -> bool:
-        """Note the store that the cluster uses, by its name; return False if it uses another one.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Note the store that the cluster uses, by its name; return False if it uses another one."""
         statement = "UPDATE forkpoint.cluster SET store = %s WHERE store IS NULL OR store = %s RETURNING store"
         return await self._reads.run(lambda connection: row_of(connection, statement, (store, store))) is not None
 
     async def clock(self) -> float:
-        """Return the time of the database, in seconds since the epoch.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return the time of the database, in seconds since the epoch. Raises DatabaseError."""
         row = await self._reads.run(lambda c: row_of(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
         assert row is not None
         return float(row[0])
 
     async def host(self) -> str:
-        """Return the address of the database server; empty if it is reached by a socket of this machine.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return the address of the database server; empty if it is reached by a socket of this machine."""
 
         async def host(connection: Connection) -> str:
             return connection.info.hostaddr
@@ -256,50 +208,27 @@ class ClusterDatabase:
             await channel.aclose()
 
     async def beat(self) -> bool:
-        """Extend the lease; return False if a later start of this member has taken its place.
-
-        Raises:
-            DatabaseError: The lease may not have been extended.
-        """
+        """Extend the lease; return False if a later start of this member has taken its place. Raises DatabaseError."""
         values = (LEASE_S, self.membership.number, self.membership.boot)
         row = await self._beats.run(lambda connection: row_of(connection, _BEAT, values))
         return row is not None
 
     async def member(self, number: int) -> Peer | None:
-        """Return a member by its number; None if there never was one.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return a member by its number; None if there never was one. Raises DatabaseError."""
         row = await self._reads.run(lambda connection: row_of(connection, f"{_PEERS} WHERE number = %s", (number,)))
         return None if row is None else Peer(*row)
 
     async def members(self) -> list[tuple[Peer, int]]:
-        """Return all members, each with the number of tasks that it owns, by name. It reads who owns each task.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return all members, each with the number of tasks that it owns, by name. It reads who owns each task."""
         rows = await self._reads.run(lambda connection: rows_of(connection, _MEMBERS, ()))
         return [(Peer(*row[:5]), row[5]) for row in rows]
 
     async def ownerless(self) -> list[str]:
-        """Return the tasks whose owner has died. It reads who owns each task.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return the tasks whose owner has died. It reads who owns each task. Raises DatabaseError."""
         return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, _OWNERLESS, ()))]
 
     async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
-        """Write what this member uses of quotas, and return what other members use whose leases hold.
-
-        Args:
-            used: How many calls run and wait, by quota.
-
-        Raises:
-            DatabaseError: The database did not answer. What this member uses may have been written.
-        """
+        """Write what this member uses of quotas, and return what other members use whose leases hold."""
         running, waiting = zip(*used.values(), strict=True)
         number, boot = self.membership.number, self.membership.boot
         values = (number, boot, list(used), list(running), list(waiting), number)
@@ -311,11 +240,7 @@ class ClusterDatabase:
     # -- logs --------------------------------------------------------------------------------------------------------
 
     async def owner(self, task: str) -> Ownership | None:
-        """Return the latest owner of a task, whether it is alive or not; None if it never had one.
-
-        Raises:
-            DatabaseError: The database did not answer.
-        """
+        """Return the latest owner of a task, whether it is alive or not; None if it never had one."""
         row = await self._reads.run(lambda connection: row_of(connection, _OWNER, (task,)))
         if row is None:
             return None
@@ -326,10 +251,7 @@ class ClusterDatabase:
         """Yield the log of a task, in order, as it was at one moment. Use `aclosing` around it.
 
         A short log is one statement. A longer one comes in pages over a connection of its own: each page has the time
-        of a statement, other reads do not wait, and only a page is in memory twice.
-
-        Raises:
-            DatabaseError: The database did not answer.
+        of a statement, other reads do not wait, and only a page is in memory twice. Raises DatabaseError.
         """
         values = (task, SHORT_ROWS + 1, PAGE_BYTES)
         rows = await self._reads.run(lambda connection: rows_of(connection, _SHORT_LOG, values))
@@ -352,16 +274,10 @@ class ClusterDatabase:
     async def append(self, task: str, row: int, body: bytes | None) -> bool:
         """Write a row if its number follows the last one of the task; return whether it was written.
 
+        Without a body the row says that this member owns the task from here on.
+
         Rows of all tasks that come up while a statement runs share the next one: 0.25 ms for one row alone, 1 ms for 64
-        at once, on a disk with an fsync of 0.2 ms (`python -m bench.cluster --log`).
-
-        Args:
-            task: Name of the task.
-            row: Number of the row: one more than that of the last row that the caller has read or written.
-            body: The lines; None says that this member owns the task from here on.
-
-        Raises:
-            DatabaseError: It is unknown whether the row was written.
+        at once, on a disk with an fsync of 0.2 ms (`python -m bench.cluster --log`). Raises DatabaseError.
         """
         if body is None:
             own = self.membership
@@ -377,14 +293,7 @@ class ClusterDatabase:
     async def compact(self, task: str, gone: Sequence[int], digest: bytes, body: bytes) -> bool:
         """Replace rows of a task by one, which has the last number; return False if they are not as they were read.
 
-        Args:
-            task: Name of the task.
-            gone: Numbers of the rows that are replaced, in order. None of them says who owns the task.
-            digest: See `rows_digest`. Another member may have compacted the log meanwhile.
-            body: The body of the new row.
-
-        Raises:
-            DatabaseError: It is unknown whether the rows were replaced.
+        Another member may have compacted the log meanwhile: `digest` says what was read, see `rows_digest`.
         """
         values = {
             "task": task, "gone": list(gone), "count": len(gone), "digest": digest, "row": gone[-1], "body": body,

@@ -9,10 +9,7 @@ from proxy.cluster.postgres.connection import Connection, row_of
 FORMAT = 6
 """Version of the tables and of the lines. A database of another version is refused and left unchanged."""
 LEASE_S = 3.0
-"""How long a member's lease lasts, in seconds of the database's clock. Another member may take its tasks over after it.
-
-Halved, a member whose machine is busy for a second is replaced. Doubled, agents wait that much longer when one dies.
-"""
+"""How long a member's lease lasts, in seconds of the database's clock. Others may take its tasks over then."""
 
 _SCHEMA = """
 CREATE SCHEMA forkpoint;
@@ -38,17 +35,11 @@ class ClusterError(RuntimeError):
 
 
 class Membership(NamedTuple):
-    """This process, as the other members see it.
+    """This process, as the other members see it."""
 
-    Attributes:
-        cluster: The cluster's random name.
-        number: Number of the data directory in the cluster; never used for another one.
-        boot: Start of the member, a number that grows from start to start.
-    """
-
-    cluster: str
-    number: int
-    boot: int
+    cluster: str  # The cluster's random name.
+    number: int  # Number of the data directory in the cluster; never used for another one.
+    boot: int  # Start of the member, a number that grows from start to start.
 
 
 async def join(connection: Connection, secret: bytes, name: str, url: str, known: tuple[str, int] | None) -> Membership:

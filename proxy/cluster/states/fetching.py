@@ -52,14 +52,6 @@ class Fetcher:
     """Fetches the states of the tasks that this member owns."""
 
     def __init__(self, objects: ObjectStore, engine: Engine, states_of: StatesOf, folder: Path) -> None:
-        """Create a fetcher.
-
-        Args:
-            objects: The store.
-            engine: The engine, whose snapshots fetched states become.
-            states_of: The states of a tree's task.
-            folder: Where units are kept while they arrive.
-        """
         self._objects, self._engine, self._states_of, self._folder = objects, engine, states_of, folder
         self._imports: dict[int, StateImport] = {}
         self._fetches: dict[int, asyncio.Task[str]] = {}
@@ -75,11 +67,7 @@ class Fetcher:
             self._imports.pop(tree).close()
 
     async def fetch(self, tree: Tree, node: Node, plan: RestorePlan | None) -> bool:
-        """Fetch a state that is better than a plan; see `Restorer.fetch`.
-
-        Raises:
-            UnreachableStateError: The state exists, cannot be had now, and there is no plan.
-        """
+        """Fetch a state that is better than a plan; see `Restorer.fetch`. Raises UnreachableStateError."""
         states = self._states_of(tree.id)
         porter = porter_of(self._engine.drivers.get(tree.spec.driver))
         if states is None or porter is None:
@@ -154,12 +142,7 @@ class Fetcher:
         return ""
 
     async def _manifest(self, states: TaskStates, tree: Tree, node: Node, line: Kept) -> StateManifest:
-        """Read and check the manifest of a state.
-
-        Raises:
-            DamagedStateError: It is missing or damaged, or is not that of this node.
-            ObjectStoreError: The store does not answer.
-        """
+        """Read and check the manifest of a state. Raises DamagedStateError, ObjectStoreError."""
         manifest = await read_manifest(self._objects, states, line)
         state = manifest.state
         if state.driver != tree.spec.driver:
@@ -210,12 +193,7 @@ class Fetcher:
 
 
 async def read_manifest(objects: ObjectStore, states: TaskStates, line: Kept) -> StateManifest:
-    """Return the manifest of a kept state.
-
-    Raises:
-        DamagedStateError: It is missing or damaged.
-        ObjectStoreError: The store does not answer.
-    """
+    """Return the manifest of a kept state. Raises DamagedStateError: it is missing or damaged."""
     if not is_name(line.name):
         raise DamagedStateError(line.name, "the log names no object")
     try:

@@ -22,15 +22,11 @@ GETS = 4
 
 
 class DamagedStateError(Exception):
-    """The store has lost or damaged an object of a state.
-
-    Attributes:
-        name: Name of the object, relative to the task's objects.
-    """
+    """The store has lost or damaged an object of a state."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
-        self.name = name
+        self.name = name  # Name of the object, relative to the task's objects.
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +36,9 @@ class _Unit:
 
 
 class StateImport:
-    """Fetches states into a driver. The driver keeps their units until `close`, and those of snapshots afterwards.
-
-    Attributes:
-        users: How many fetches are under way.
-        used_at: When the last fetch ended, on the monotonic clock.
-        size_bytes: Bytes that were fetched.
-    """
+    """Fetches states into a driver. The driver keeps their units until `close`, and those of snapshots afterwards."""
 
     def __init__(self, states: TaskStates, porter: Porter, objects: ObjectStore, folder: Path) -> None:
-        """Begin an import.
-
-        Args:
-            states: The states of the task.
-            porter: The driver's side.
-            objects: The store.
-            folder: Where units are kept while they arrive.
-        """
         self._states, self._objects, self._folder = states, objects, folder
         self.users, self.used_at, self.size_bytes = 0, time.monotonic(), 0
         self._units: dict[str, _Unit] = {}
@@ -77,13 +59,7 @@ class StateImport:
         self._stack.close()
 
     async def fetch(self, manifest: StateManifest) -> FrozenState:
-        """Return a state as this machine's driver has it.
-
-        Raises:
-            DamagedStateError: An object is missing or damaged, or the driver refuses a unit.
-            NotPortableError: The driver refuses the state.
-            ObjectStoreError, OSError: It cannot be had now.
-        """
+        """Return a state as this machine's driver has it. Raises DamagedStateError, NotPortableError."""
         self.users += 1
         try:
             pairs = zip(manifest.state.units, manifest.chunks, strict=True)

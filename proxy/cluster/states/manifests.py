@@ -17,10 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from proxy.transfer.state_records import StateLine
 
 CHUNK_BYTES = 4 << 20
-"""Size of a chunk in bytes; the last one of a unit is smaller.
-
-Smaller chunks cost more requests, which stores charge for. A sender and a receiver hold some of them in memory.
-"""
+"""Size of a chunk in bytes; the last one of a unit is smaller. Stores charge for each request."""
 MAX_MANIFEST_BYTES = 16 << 20
 """Largest manifest in bytes: 100,000 chunks are 400 GB, far more than a state may have."""
 _NAME = r"^[0-9]{1,19}/[0-9a-f]{64}$"
@@ -31,31 +28,22 @@ class ManifestError(ValueError):
 
 
 class ChunkRef(BaseModel):
-    """A chunk.
-
-    Attributes:
-        name: Name of its object, relative to the task's objects.
-        size_bytes: Its size.
-    """
+    """A chunk."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str = Field(pattern=_NAME)
+    name: str = Field(pattern=_NAME)  # Name of its object, relative to the task's objects.
     size_bytes: int = Field(gt=0, le=CHUNK_BYTES)
 
 
 class StateManifest(BaseModel):
-    """A state.
-
-    Attributes:
-        state: The state, as in an exported file. Its node is the number in the store, which is the same on all members.
-        chunks: The chunks of each unit of the state, in order.
-    """
+    """A state."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    # As in an exported file. Its node is the number in the store, which is the same on all members.
     state: StateLine
-    chunks: tuple[tuple[ChunkRef, ...], ...]
+    chunks: tuple[tuple[ChunkRef, ...], ...]  # The chunks of each unit of the state, in order.
 
     @model_validator(mode="after")
     def _adds_up(self) -> "StateManifest":
@@ -95,11 +83,7 @@ def is_name(name: str) -> bool:
 
 
 def require_intact(name: str, data: bytes) -> None:
-    """Check that an object has the bytes that it was written with.
-
-    Raises:
-        ManifestError: It has others.
-    """
+    """Check that an object has the bytes that it was written with. Raises ManifestError: it has others."""
     if sha256(data).hexdigest() != name.partition("/")[2]:
         raise ManifestError(f"the object {name} is not what was written")
 
@@ -110,16 +94,7 @@ def encode(manifest: StateManifest) -> bytes:
 
 
 def decode(name: str, data: bytes, node: int) -> StateManifest:
-    """Return a manifest.
-
-    Args:
-        name: Name of its object.
-        data: The object.
-        node: The node whose state it must be.
-
-    Raises:
-        ManifestError: The object is damaged, or is no manifest of this node.
-    """
+    """Return a manifest. Raises ManifestError: the object is damaged, or is no manifest of this node."""
     require_intact(name, data)
     try:
         manifest = StateManifest.model_validate_json(data)

@@ -19,10 +19,7 @@ from obstore.store import LocalStore, from_url
 SCHEMES = ("s3", "gs", "az", "azure", "abfs", "abfss")
 """Schemes of the URLs that name a bucket."""
 OBJECT_PATIENCE_S = 30.0
-"""How long one object of at most `manifests.CHUNK_BYTES` may take to be read or written, in seconds.
-
-Halved, a link of 2 Mbit/s can send nothing. Doubled, a store that hangs holds a state's sender up for that much longer.
-"""
+"""How long one object of at most `manifests.CHUNK_BYTES` may take, in seconds: enough for 2 Mbit/s."""
 
 
 class ObjectStoreError(Exception):
@@ -38,32 +35,19 @@ class ObjectSizeError(Exception):
 
 
 class ObjectStore:
-    """Named objects, each of which is written as a whole.
-
-    Attributes:
-        url: Where the objects are, for messages. It has no credentials.
-    """
+    """Named objects, each of which is written as a whole."""
 
     def __init__(self, store: Any, url: str) -> None:
-        """Use a store of obstore."""
         self._store, self.url = store, url
 
     async def put(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it.
-
-        Raises:
-            ObjectStoreError: It is not known whether the object was written.
-        """
+        """Write an object, or replace it. Raises ObjectStoreError: it is not known whether the object was written."""
         async with _bounded(self.url):
             # One request: the pieces of an upload in parts would be garbage after a crash.
             await obstore.put_async(self._store, name, data, use_multipart=False)
 
     async def create(self, name: str, data: bytes) -> bool:
-        """Write an object that does not exist yet; return False if it does. Of several members, one creates it.
-
-        Raises:
-            ObjectStoreError: It is not known whether the object was written.
-        """
+        """Write an object that does not exist yet; return False if it does. Of several members, one creates it."""
         async with _bounded(self.url):
             try:
                 await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
@@ -72,18 +56,7 @@ class ObjectStore:
         return True
 
     async def get(self, name: str, *, most_bytes: int, size_bytes: int | None = None) -> bytes:
-        """Return an object.
-
-        Args:
-            name: Its name.
-            most_bytes: No more is read than this.
-            size_bytes: The size that it must have; None for any.
-
-        Raises:
-            MissingObjectError: The store has no such object.
-            ObjectSizeError: It has another size, or is too large.
-            ObjectStoreError: The store does not answer.
-        """
+        """Return an object. Raises MissingObjectError: the store has no such object. Raises ObjectSizeError."""
         async with _bounded(self.url):
             try:
                 result = await obstore.get_async(self._store, name)
@@ -103,11 +76,7 @@ class ObjectStore:
             return bytes(data)
 
     async def names(self, prefix: str) -> AsyncIterator[list[str]]:
-        """Yield the names of the objects below a prefix, up to 1,000 at once.
-
-        Raises:
-            ObjectStoreError: The store does not answer.
-        """
+        """Yield the names of the objects below a prefix, up to 1,000 at once. Raises ObjectStoreError."""
         listing = obstore.list(self._store, prefix, chunk_size=1000)
         while True:
             async with _bounded(self.url):
@@ -117,11 +86,7 @@ class ObjectStore:
             yield [str(each["path"]) for each in page]
 
     async def delete(self, names: Collection[str]) -> None:
-        """Delete objects; one that does not exist is no error.
-
-        Raises:
-            ObjectStoreError: Some of them may still be there.
-        """
+        """Delete objects; one that does not exist is no error. Raises ObjectStoreError."""
         for name in names:
             async with _bounded(self.url):
                 try:
@@ -131,11 +96,7 @@ class ObjectStore:
 
 
 def open_store(address: str) -> ObjectStore:
-    """Return the store of a directory or URL. Nothing is read or written yet.
-
-    Raises:
-        ValueError: The address is none of a directory or a known kind of store; the text says so.
-    """
+    """Return the store of a directory or URL. Nothing is read or written yet. Raises ValueError."""
     scheme, separator, rest = address.partition("://")
     if separator and scheme not in (*SCHEMES, "file"):
         raise ValueError(f"it is not a directory, and of URLs {', '.join(SCHEMES)} are supported")

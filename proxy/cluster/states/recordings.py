@@ -41,11 +41,7 @@ class SharedRecordings:
         self._objects, self._engine, self._states_of, self._folder = objects, engine, states_of, folder
 
     async def send(self, tree: Tree) -> None:
-        """Write what the store lacks of a tree's recordings.
-
-        Raises:
-            SandboxError: The store does not take one.
-        """
+        """Write what the store lacks of a tree's recordings. Raises SandboxError: the store does not take one."""
         states, porter = self._states_of(tree.id), self._porter(tree)
         if states is None or porter is None:
             return
@@ -58,11 +54,7 @@ class SharedRecordings:
                     known.add(name)
 
     async def fetch(self, tree: Tree) -> None:
-        """Have the recordings of a tree here before its first sandbox.
-
-        Raises:
-            SandboxError: The store does not give them.
-        """
+        """Have the recordings of a tree here before its first sandbox. Raises SandboxError."""
         states, porter = self._states_of(tree.id), self._porter(tree)
         if states is not None and porter is not None and tree.id not in states.recordings:
             async with states.recording, _required():

@@ -66,13 +66,9 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Pace:
-    """Spreads bytes over time.
+    """Spreads bytes over time."""
 
-    Attributes:
-        bytes_per_s: Most bytes a second.
-    """
-
-    bytes_per_s: int
+    bytes_per_s: int  # Most bytes a second.
     _free_at: float = 0.0
 
     async def take(self, size_bytes: int) -> None:
@@ -86,14 +82,10 @@ class Pace:
 
 @dataclass(slots=True)
 class _Chunks:
-    """Cuts what a driver packs into chunks. Blocking: each call runs in a thread.
-
-    Attributes:
-        size_bytes: Bytes so far.
-    """
+    """Cuts what a driver packs into chunks. Blocking: each call runs in a thread."""
 
     pieces: Iterator[bytes]
-    size_bytes: int = 0
+    size_bytes: int = 0  # Bytes so far.
     _digest: Any = field(default_factory=sha256)
     _pending: bytearray = field(default_factory=bytearray)
 

@@ -11,11 +11,7 @@ _MARK = "forkpoint-cluster.json"
 
 
 async def shared_store(address: str) -> ObjectStore:
-    """Return the store that all members share.
-
-    Raises:
-        ClusterError: It cannot be used, or lets two members create the same object.
-    """
+    """Return the store that all members share. Raises ClusterError."""
     probe = f"forkpoint-probe-{uuid.uuid4().hex}"
     try:
         store = open_store(address)
@@ -31,11 +27,7 @@ async def shared_store(address: str) -> ObjectStore:
 
 
 async def name_of_store(store: ObjectStore, cluster: str) -> str:
-    """Return the random name of a store, which belongs to one cluster.
-
-    Raises:
-        ClusterError: It belongs to another cluster, or does not answer.
-    """
+    """Return the random name of a store, which belongs to one cluster. Raises ClusterError."""
     try:
         await store.create(_MARK, orjson.dumps({"cluster": cluster, "store": uuid.uuid4().hex}))
         value = orjson.loads(await store.get(_MARK, most_bytes=1000))

@@ -27,10 +27,7 @@ from snapshots.store import SnapshotStore
 log = structlog.get_logger()
 
 GRACE_S = 600.0
-"""How long an object stays that nothing needs, in seconds.
-
-It is longer than the gap that a fail-over of a database leaves. Halved or doubled, there is less or more garbage.
-"""
+"""How long an object stays that nothing needs, in seconds: longer than the gap that a fail-over leaves."""
 
 
 class Sweeper:
@@ -44,12 +41,7 @@ class Sweeper:
         return states.has_garbage or not states.here <= {snapshot.node for snapshot in self._snapshots}
 
     async def sweep(self, states: TaskStates) -> int:
-        """Give up states whose snapshots were evicted here, delete what nothing needs, and return how many objects.
-
-        Raises:
-            DroppedError: This member does not own the task any more.
-            ObjectStoreError: The store does not answer. Nothing is deleted that a state needs.
-        """
+        """Give up states whose snapshots were evicted here, delete what nothing needs, and return how many objects."""
         async with states.changing:
             await self._give_up_evicted(states)
             needed = await self._needed(states)

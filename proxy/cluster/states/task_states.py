@@ -15,31 +15,22 @@ StoredUnit = tuple[UnitRef, tuple[ChunkRef, ...]]
 
 @dataclass(eq=False)
 class TaskStates:
-    """The kept states of a task, for as long as this member owns it.
+    """The kept states of a task, for as long as this member owns it."""
 
-    Attributes:
-        owned: The task. Its `kept` has the lines of the log.
-        changing: Held while objects are written or deleted, so that nothing is deleted which a new state relies on.
-        units: Units whose chunks the store has, by their names at this member.
-        chunks: Chunks that this member has written, or read and compared, by digest.
-        names: For each kept state whose manifest was written or read here, by node: the names of its objects.
-        here: Nodes whose snapshot this member had since it owns the task.
-        has_garbage: Whether the store may have objects that no kept state needs.
-        recordings: For each tree whose recordings of hosts were fetched: the names of those that the store has.
-        recording: Held while recordings are written or fetched.
-        unreachable_since: When an object was first seen that no kept state needs, by name, on the loop's clock.
-    """
-
-    owned: Owned
+    owned: Owned  # The task. Its `kept` has the lines of the log.
+    # Held while objects are written or deleted, so that nothing is deleted which a new state relies on.
     changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    # What the store has: units by their names here, chunks by digest, and the objects of each state by node.
     units: dict[str, StoredUnit] = field(default_factory=dict)
     chunks: dict[str, ChunkRef] = field(default_factory=dict)
     names: dict[int, frozenset[str]] = field(default_factory=dict)
-    here: set[int] = field(default_factory=set)
-    has_garbage: bool = True
+    here: set[int] = field(default_factory=set)  # Nodes whose snapshot this member had since it owns the task.
+    has_garbage: bool = True  # Whether the store may have objects that no kept state needs.
+    # When an object was first seen that no kept state needs, by name, on the loop's clock.
     unreachable_since: dict[str, float] = field(default_factory=dict)
+    # For each tree whose recordings of hosts were fetched: the names of those that the store has.
     recordings: dict[int, set[str]] = field(default_factory=dict)
-    recording: asyncio.Lock = field(default_factory=asyncio.Lock)
+    recording: asyncio.Lock = field(default_factory=asyncio.Lock)  # Held while recordings are written or fetched.
 
     def __post_init__(self) -> None:
         self.folder = folder_of(self.owned.task)

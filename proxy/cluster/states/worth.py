@@ -10,10 +10,7 @@ from proxy.tree.tree import Node, Record
 from snapshots.costs import Costs
 
 WORTH_S = 0.25
-"""A state is sent if a replay from the states that were sent takes longer than this, in seconds.
-
-It bounds what a rollout loses by a takeover. Halved, up to twice as many states are sent; doubled, fewer.
-"""
+"""A state is sent if a replay from the states that were sent takes longer than this, in seconds."""
 ROOT_S = 5.0
 """How long a fetch of a root state may take, in seconds, although a fresh one could be started.
 
@@ -26,27 +23,16 @@ UNPROVEN_S = 5.0
 
 
 class StateCandidate(NamedTuple):
-    """A state that could be fetched.
-
-    Attributes:
-        node: Its node.
-        saved_s: Seconds of replay that it saves; infinite if no replay leads to where it leads.
-    """
+    """A state that could be fetched."""
 
     node: Node
-    saved_s: float
+    saved_s: float  # Seconds of replay that it saves; infinite if no replay leads to where it leads.
 
 
 def replay_s(node: Node, sent: Collection[int], costs: Costs, *, proven: bool = False) -> float:
     """Return how long the next owner would replay until it is at a node; infinite if it may never come there.
 
     The walk ends at `WORTH_S`, so it is O(calls in that time).
-
-    Args:
-        node: The node.
-        sent: Numbers of the nodes whose states were sent.
-        costs: What replays cost with the tree's driver.
-        proven: Whether only replays count that are known to reach their states.
     """
     seconds, at = 0.0, node
     while at.id not in sent and seconds <= WORTH_S:
@@ -62,14 +48,7 @@ def replay_s(node: Node, sent: Collection[int], costs: Costs, *, proven: bool = 
 
 
 def candidate(node: Node, plan: RestorePlan | None, kept: Collection[int], costs: Costs) -> StateCandidate | None:
-    """Return the nearest kept state above a node that is better than a plan; None if there is none.
-
-    Args:
-        node: The node that a sandbox is needed at.
-        plan: The cheapest way without the store; None if there is none.
-        kept: Numbers of the nodes whose states the store has.
-        costs: What replays cost with the tree's driver.
-    """
+    """Return the nearest kept state above a node that is better than a plan, which may be none; None without one."""
     below_s, at = 0.0, node
     while plan is None or at is not plan.start or plan.way is Way.FRESH:
         if at.id in kept and at.snapshot is None and not at.detached:

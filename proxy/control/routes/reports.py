@@ -33,7 +33,7 @@ async def report(engine: EngineDep, by: By = "run", label: LabelQuery = None, pr
 @router.get("/report/part", include_in_schema=False, dependencies=[WHOLE])
 async def report_part(engine: EngineDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
     """Return what this process has for the report, for the worker that makes the report of all."""
-    part = await _read(engine, read_part, ReportRequest(by, wanted_labels(label), None, price))
+    part = await _read(engine, read_part, ReportRequest(by, wanted_labels(label), None, price, engine.own_tasks))
     return Response(await asyncio.to_thread(part.packed), media_type="application/json")
 
 

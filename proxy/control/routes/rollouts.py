@@ -147,7 +147,7 @@ async def change_labels(
 ) -> RolloutView:
     """Change labels of the newest rollout of this name, which may have ended; null removes a label."""
     row, live = _newest(engine, task.name, rollout), task.rollouts.get(rollout)
-    engine.tasks.rollouts.put_labels(row["id"], live, changed(json.loads(row["labels"]), labels))
+    engine.tasks.rollouts.put_labels(task.name, row["id"], live, changed(json.loads(row["labels"]), labels))
     return RolloutView(**_view(engine, _newest(engine, task.name, rollout), live, request))
 
 

@@ -28,8 +28,7 @@ async def read_trajectories(
 ) -> StreamingResponse:
     """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
     # In a cluster, the other members have the other tasks.
-    tasks = None if engine.gate is None else tuple(name for name, _ in engine.store.tasks.all() if engine.has(name))
-    return _stream(engine, TrajectoryRequest(tasks, None, wanted_labels(label), answer_bytes))
+    return _stream(engine, TrajectoryRequest(engine.own_tasks, None, wanted_labels(label), answer_bytes))
 
 
 @router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)

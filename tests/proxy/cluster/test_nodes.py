@@ -66,6 +66,9 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert begun.status_code == 201, begun.text
         labelled = httpx.patch(f"{b.url}/api/v1/tasks/t/rollouts/1/labels", json={"reward": 1.0})
         assert labelled.status_code == 200, labelled.text
+        # A reward comes when its rollout has ended, and the owner may be another one by then.
+        assert httpx.delete(f"{b.url}/api/v1/tasks/t/rollouts/3").status_code == 204
+        assert httpx.patch(f"{b.url}/api/v1/tasks/t/rollouts/3/labels", json={"note": "x"}).status_code == 200
         put_task(a, "deleted")
         assert history(call(b, "1", "x", task="deleted")) == "x"
         assert httpx.delete(f"{b.url}/api/v1/tasks/deleted").status_code == 204
@@ -75,6 +78,13 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert drained.stdout == "Tasks handed over: 2. Tasks kept: 0. a accepts no more tasks.\n", drained
         assert history(call(a, "2", "z")) == "xyz"
         assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": "1.0"}
+        rewarded = httpx.patch(f"{a.url}/api/v1/tasks/t/rollouts/3/labels", json={"reward": 0.5})
+        assert rewarded.status_code == 200, rewarded.text
+        # Both owners have calls of the same rollouts, which count once.
+        for node in (a, b):
+            rows = httpx.get(f"{node.url}/api/v1/report?by=task", timeout=60).json()["rows"]
+            (row,) = (row for row in rows if row["group"] == "t")
+            assert [row[name] for name in ("rollouts", "calls", "rewarded", "reward")] == [2, 6, 1, 1.0]
         assert httpx.get(f"{a.url}/api/v1/tasks/deleted").status_code == 404
         put_task(a, "deleted")
         assert history(call(a, "1", "y", task="deleted")) == "y"
@@ -90,6 +100,8 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         b.stop()
         b.start()
         wait_until(lambda: call(b, "4", "x").status_code == 200, "the task is not taken over")
+        labels = httpx.get(f"{b.url}/api/v1/tasks/t/rollouts/3").json()["labels"]
+        assert labels == {"note": "x", "reward": "0.5"}
         assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()["items"]} == {
             "1",
             "2",

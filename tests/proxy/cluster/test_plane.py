@@ -9,13 +9,14 @@ import pytest
 
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import ASK, PASSED, PEER, VIEW, Kind, Passed
+from proxy.cluster.link.passing import ASK, PEER, VIEW, Kind, Passed
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
 from proxy.cluster.plane import ClusterPlane, PassedUpload
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
+from proxy.http.passed_head import PASSED
 from proxy.refusals import RefusalError
 
 HELLO = Hello(2, 6, b"n")

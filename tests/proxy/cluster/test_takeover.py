@@ -10,6 +10,7 @@ from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
 from proxy.storage.copies import (
+    EndedCopy,
     FindingCopy,
     MasksCopy,
     NodeCopy,
@@ -40,19 +41,25 @@ def rollout(number: int) -> RolloutCopy:
 
 
 def test_a_rollout_is_where_its_last_step_led() -> None:
-    """One that has ended is not there."""
+    """One that has ended is there as such, with the labels that it got later, whatever position these came with."""
     rows = [
         LogRow(1, 1, None),
-        LogRow(2, 1, encode([TASK, TREE, rollout(5), rollout(6), rollout(7)])),
+        LogRow(2, 1, encode([TASK, TREE, rollout(5), rollout(6), rollout(7), stepped(7, 1, 11)])),
         LogRow(3, 1, encode([stepped(6, 2, 11), stepped(6, 3, 12), record(1, 10, b"k", 11)])),
         LogRow(4, 1, encode([TREE._replace(exact=b"e", content=b"c"), Ended(7)])),
+        LogRow(5, 1, encode([rollout(7)._replace(labels='{"reward": "1"}'), Ended(7)])),
     ]
     reading = read_log(rows)
-    assert reading.last == 4
+    assert reading.last == 5
     copies = reading.copies()
     assert TREE._replace(exact=b"e", content=b"c") in copies
     placed = {copy.rollout: (copy.calls, copy.node) for copy in copies if isinstance(copy, RolloutCopy)}
     assert placed == {5: (0, 10), 6: (3, 12)}
+    ended = [copy.rollout for copy in copies if isinstance(copy, EndedCopy)]
+    assert ended == [rollout(7)._replace(calls=1, node=11, labels='{"reward": "1"}')]
+    assert read_log([LogRow(1, 1, encode([*reading.rest()]))]).copies() == [
+        copy for copy in copies if not isinstance(copy, RecordCopy)
+    ]
 
 
 def test_latest_notes_of_running_rollouts() -> None:

@@ -14,7 +14,8 @@ from proxy.storage.errors import StoreError
 from proxy.transfer.backup import restore
 from proxy.transfer.format import Writer, read
 from proxy.tree.rollout import Outcome
-from proxy.workers.streams import joined_backup
+from proxy.workers.streams import ResponsePart, joined_backup
+from sandboxes.listener import Listener
 from tests.proxy.rig import SPEC, ask, engine
 from tests.proxy.transfer.rig import walked
 from tests.proxy.transfer.test_backup import backup_of
@@ -28,18 +29,15 @@ SHARED = SPEC.model_copy(update={"shared": True, "files": {"/root/seed": "shared
 COMMANDS = ["echo 1 > f", "X=1", "cat f"]
 
 
-class Bytes:
-    """A worker's part of a backup, in two pieces. Implements `proxy.workers.streams.ResponsePart`."""
+async def part_of(data: bytes) -> ResponsePart:
+    """Return a worker's part of a backup, in two pieces."""
 
-    status, headers = 200, list[list[str]]()
+    async def request(listener: Listener) -> None:
+        await listener.head(200, ())
+        for piece in (data[:1000], data[1000:]):
+            await listener.data(piece)
 
-    def __init__(self, data: bytes) -> None:
-        self._pieces = [data[:1000], data[1000:]]
-
-    async def next(self) -> bytes:
-        return self._pieces.pop(0) if self._pieces else b""
-
-    async def aclose(self) -> None: ...
+    return await ResponsePart.begun(request)
 
 
 def commands(task: str) -> list[str]:
@@ -59,7 +57,7 @@ async def whole_backup(folder: Path) -> bytes:
         async with engine(folder / f"old-{number}") as running:
             await fill(running, Share(number, WORKERS))
             (folder / f"copies-{number}").mkdir()
-            parts.append(Bytes(await backup_of(running, folder / f"copies-{number}")))
+            parts.append(await part_of(await backup_of(running, folder / f"copies-{number}")))
     return b"".join([piece async for piece in joined_backup(parts)])
 
 

@@ -10,12 +10,12 @@ import pytest
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.shares import Share
 from proxy.workers import siblings as module
-from proxy.workers.messages import ViewRequest
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings, WorkerAwayError
-from proxy.workers.streams import OwnPart, whole
+from sandboxes.tool_clients.http1 import WholeResponse
+from tests.proxy.workers.parts import serving
 
-REQUEST = ViewRequest("GET", "/metrics", "", [["host", "localhost"]])
+REQUEST: Scope = {"method": "GET", "raw_path": b"/metrics", "query_string": b"", "headers": [(b"host", b"localhost")]}
 
 
 class Recorded(asyncio.Protocol):
@@ -43,12 +43,14 @@ def two(folder: Path) -> tuple[Siblings, Siblings]:
     return first, second
 
 
-async def respond(request: ViewRequest) -> OwnPart:
-    async def echo(scope: Scope, _receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": scope["headers"]})
-        await send({"type": "http.response.body", "body": scope["raw_path"]})
+async def echo(scope: Scope, _receive: Receive, send: Send) -> None:
+    headers = [header for header in scope["headers"] if header[0] == b"host"]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": scope["raw_path"]})
 
-    return await OwnPart.begun(echo, request)
+
+def opened(worker: Siblings) -> None:
+    worker.open(Recorded, serving(echo))
 
 
 def connection() -> tuple[socket.socket, socket.socket]:
@@ -72,7 +74,7 @@ def test_connection_goes_with_its_bytes(tmp_path: Path, length: int) -> None:
 
     async def scenario() -> bytes:
         first, second = two(tmp_path)
-        second.open(Recorded, respond)
+        opened(second)
         client, server = connection()
         with client:
             first.give(1, server, b"a" * length)
@@ -96,7 +98,7 @@ def test_connection_waits_for_its_worker(tmp_path: Path) -> None:
         with client:
             first.give(1, server, b"a\n")
             await asyncio.sleep(0)
-            second.open(Recorded, respond)
+            opened(second)
             data = await everything(client)
         await first.aclose()
         await second.aclose()
@@ -116,7 +118,7 @@ def test_worker_that_stays_away_is_503(tmp_path: Path, monkeypatch: pytest.Monke
             first.give(1, server, b"a\n")
             data = await everything(client)
         with pytest.raises(WorkerAwayError) as away:
-            await first.begin(1, REQUEST)
+            await first.request(1, REQUEST, WholeResponse())
         await first.aclose()
         return data, str(away.value)
 
@@ -149,29 +151,32 @@ def test_another_user_s_process_is_no_worker(tmp_path: Path, monkeypatch: pytest
 
     async def scenario() -> None:
         first, second = two(tmp_path)
-        second.open(Recorded, respond)
+        opened(second)
         user = os.geteuid()
         monkeypatch.setattr(os, "geteuid", lambda: user + 1)
         with pytest.raises(WorkerAwayError):
-            await first.begin(1, REQUEST)
+            await first.request(1, REQUEST, WholeResponse())
         await first.aclose()
         await second.aclose()
 
     asyncio.run(scenario())
 
 
-def test_questions_are_answered(tmp_path: Path) -> None:
-    async def scenario() -> tuple[int, list[list[str]], bytes]:
+def test_parts_are_asked_for_by_http(tmp_path: Path) -> None:
+    """Of this worker too."""
+
+    async def scenario() -> list[WholeResponse]:
         first, second = two(tmp_path)
-        second.open(Recorded, respond)
-        part = await first.begin(1, REQUEST)
-        body = await whole(part)
-        await part.aclose()
+        parts = [WholeResponse(), WholeResponse()]
+        for number, worker in enumerate((first, second)):
+            opened(worker)
+            await second.request(number, REQUEST, parts[number])
         await first.aclose()
         await second.aclose()
-        return part.status, part.headers, body
+        return parts
 
-    assert asyncio.run(scenario()) == (200, [["host", "localhost"]], b"/metrics")
+    for part in asyncio.run(scenario()):
+        assert (part.status, dict(part.headers)["host"], bytes(part.body)) == (200, "localhost", b"/metrics")
 
 
 def test_dead_worker_is_connected_anew(tmp_path: Path) -> None:
@@ -181,7 +186,7 @@ def test_dead_worker_is_connected_anew(tmp_path: Path) -> None:
         first, second = two(tmp_path)
         answers = []
         for _ in range(2):
-            second.open(Recorded, respond)
+            opened(second)
             client, server = connection()
             with client:
                 first.give(1, server, b"a\n")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import orjson
 import pytest
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.shares import Share
@@ -12,6 +13,7 @@ from proxy.transfer.format import TOTAL
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
+from tests.proxy.workers.parts import serving
 
 
 class Trajectories:
@@ -42,11 +44,12 @@ class Trajectories:
 async def streamed(folder: Path, parts: list[Trajectories], *, dies: asyncio.Event | None = None) -> list[AsgiMessage]:
     """Return what the first of several workers sends for all trajectories; the second one ends after the event."""
     directories = [folder / f"worker-{number}" for number in range(len(parts))]
+    made = list[HttpToolsProtocol]()
     links, sent = [Siblings(Routes(Share(number, len(parts))), directories) for number in range(len(parts))], []
     workers = [AllWorkers(part, link) for part, link in zip(parts, links, strict=True)]
     for directory, link, worker in zip(directories, links, workers, strict=True):
         directory.mkdir()
-        link.open(asyncio.Protocol, worker.respond)
+        link.open(asyncio.Protocol, serving(worker, made if link is links[1] else None))
 
     async def send(message: AsgiMessage) -> None:
         sent.append(message)
@@ -54,11 +57,19 @@ async def streamed(folder: Path, parts: list[Trajectories], *, dies: asyncio.Eve
     async def receive() -> AsgiMessage:
         return await asyncio.Event().wait()  # type: ignore[return-value]
 
-    scope = {"type": "http", "method": "GET", "path": "/api/v1/trajectories", "query_string": b"", "headers": []}
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/api/v1/trajectories",
+        "raw_path": b"/api/v1/trajectories",
+        "query_string": b"",
+        "headers": [],
+    }
     answering = asyncio.ensure_future(workers[0](scope, receive, send))
     if dies is not None:
         await dies.wait()
-        await links[1].aclose()
+        for protocol in made:
+            protocol.transport.abort()
     async with asyncio.timeout(30):
         await answering
     for link in links:
@@ -89,7 +100,7 @@ def test_response_without_all_of_a_worker_has_no_end(tmp_path: Path, worker: int
 
 
 def test_response_of_a_dead_worker_has_no_end(tmp_path: Path) -> None:
-    """Its channel ends while the next piece is awaited."""
+    """Its connection ends while the next piece is awaited."""
 
     async def scenario() -> list[AsgiMessage]:
         parts = [Trajectories([1, 2]), Trajectories([3], ends_at=30)]

@@ -12,6 +12,7 @@ from proxy.shares import Share
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
+from tests.proxy.workers.parts import serving
 
 
 class Lists:
@@ -41,7 +42,14 @@ async def request(application: AllWorkers, path: str, query: str = "", method: s
     async def receive() -> AsgiMessage:
         return {"type": "http.request"}
 
-    scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": []}
+    scope = {
+        "type": "http",
+        "method": method,
+        "path": path,
+        "query_string": query.encode(),
+        "headers": [],
+        "raw_path": path.encode(),
+    }
     await application(scope, receive, send)
     assert dict(sent[0]["headers"])[b"content-length"] == b"%d" % len(sent[1]["body"])
     return sent[0]["status"], orjson.loads(sent[1]["body"])
@@ -57,7 +65,7 @@ def pages(folder: Path, lists: list[Lists], limit: int) -> list[list[str]]:
             directories[number].mkdir()
             links = Siblings(Routes(Share(number, len(lists))), directories)
             workers.append(AllWorkers(part, links))
-            links.open(asyncio.Protocol, workers[-1].respond)
+            links.open(asyncio.Protocol, serving(workers[-1]))
         shown, cursor = list[list[str]](), ""
         while True:
             query = f"limit={limit}" + (f"&cursor={cursor}" if cursor else "")
@@ -83,18 +91,28 @@ def test_pages_follow_each_other(tmp_path: Path, limit: int) -> None:
     assert {len(page) for page in shown[:-1]} <= {limit}
 
 
-def alone(folder: Path, part: Lists) -> AllWorkers:
-    return AllWorkers(part, Siblings(Routes(Share(0, 1)), [folder]))
+def alone(folder: Path, part: Lists, path: str, query: str = "") -> tuple[int, Any]:
+    """Return the response of the only worker."""
+
+    async def scenario() -> tuple[int, Any]:
+        links = Siblings(Routes(Share(0, 1)), [folder])
+        worker = AllWorkers(part, links)
+        links.open(asyncio.Protocol, serving(worker))
+        try:
+            return await request(worker, path, query)
+        finally:
+            await links.aclose()
+
+    return asyncio.run(scenario())
 
 
 def test_refusals_are_passed_on(tmp_path: Path) -> None:
     """Each worker checks the token and the query itself."""
-    status, _ = asyncio.run(request(alone(tmp_path, Lists([], 401)), "/api/v1/tasks"))
-    assert status == 401
-    assert asyncio.run(request(alone(tmp_path, Lists([], 401)), "/api/v1/backup"))[0] == 401
+    for path in ("/api/v1/tasks", "/api/v1/backup"):
+        assert alone(tmp_path, Lists([], 401), path)[0] == 401
 
 
 @pytest.mark.parametrize("cursor", ["x", "e30", "W10", "WzEse31d", "WzFd"])
 def test_foreign_cursor_is_refused(tmp_path: Path, cursor: str) -> None:
-    status, problem = asyncio.run(request(alone(tmp_path, Lists([])), "/api/v1/tasks", f"cursor={cursor}"))
+    status, problem = alone(tmp_path, Lists([]), "/api/v1/tasks", f"cursor={cursor}")
     assert (status, problem["type"]) == (422, "urn:forkpoint:cursor")

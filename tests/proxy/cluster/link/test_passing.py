@@ -8,8 +8,9 @@ import pytest
 
 from proxy.cluster.link import passing
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import PASSED, Kind, Passed, Passing, PeerLostError, head_of, in_chunks
+from proxy.cluster.link.passing import Kind, Passed, Passing, PeerLostError, in_chunks
 from proxy.http.asgi import Scope
+from proxy.http.passed_head import PASSED, head_of
 from sandboxes.listener import Headers
 from tests.machine import until
 from tests.proxy.cluster.link.ends import ANSWERER, ASKER, SECRET, accepting
@@ -65,13 +66,15 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Application]:
 
 async def ask(own: Passing, peer: Any, body: bytes | AsyncIterator[bytes], length: int | None) -> Response:
     response = Response()
-    await own.request(peer, head_of(SCOPE, Passed(3, 4, 2, True, "http", Kind.CALL, "a b/c"), length), body, response)
+    await own.request(peer, head_of(SCOPE, length), body, response)
     return response
 
 
 def test_one_header_is_added() -> None:
     """Those of the connection go, and what an agent says in the name of a member does."""
-    lines = head_of(SCOPE, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9"), 9).split(b"\r\n")
+    lines = head_of(SCOPE, 9, [(PASSED, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9").pack())]).split(
+        b"\r\n"
+    )
     assert lines == [
         b"POST /t/a%20b?q=1 HTTP/1.1", b"host: x", b"authorization: Bearer t", b"content-length: 9",
         PASSED + b": 3 4 2 1 https socket a%20b%2F%C3%A9", b"", b"",
@@ -132,41 +135,6 @@ def test_a_silent_peer_loses_its_requests(monkeypatch: pytest.MonkeyPatch) -> No
             with pytest.raises(PeerLostError):
                 await ask(own, peer, in_chunks(hang(), lambda: None), None)
             own.close()
-
-    asyncio.run(go())
-
-
-def test_a_stream_goes_both_ways() -> None:
-    """Over one request; a peer without the task says which view it knows."""
-
-    class Streams(Application):
-        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
-
-        def data_received(self, data: bytes) -> None:
-            if not self.data:
-                self.transport.write(self.head)
-            self.data += data
-            if self.data.endswith(b"hello\r\n"):
-                answer = (5).to_bytes(4) + b"world"
-                self.transport.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(answer), answer))
-
-    class Elsewhere(Streams):
-        head = b"HTTP/1.1 421 Misdirected\r\nx-forkpoint-view: 9\r\ncontent-length: 0\r\n\r\n"
-
-    async def go() -> None:
-        own, head = Passing(SECRET, ASKER), head_of(SCOPE, None, None)
-        async with accepting(Streams) as peer:
-            view, channel = await own.stream(peer, head)
-            await channel.send(b"hello")
-            assert (view, await channel.receive(), await channel.receive()) == (None, b"world", None)
-            channel.abort()
-        async with accepting(Elsewhere) as peer:
-            view, channel = await own.stream(peer, head)
-            channel.abort()
-            assert view == 9
-        with pytest.raises(PeerLostError):
-            await own.stream(peer, head)
-        own.close()
 
     asyncio.run(go())
 
