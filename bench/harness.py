@@ -37,6 +37,16 @@ class Agent:
     env: dict[str, str]
 
 
+_OPENCODE = {
+    "provider": {
+        "s": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{model}/v1", "apiKey": "inside"},
+            "models": {"scripted": {}},
+        }
+    }
+}
+
 AGENTS = {
     "claude": Agent(
         "@anthropic-ai/claude-code@2.1.197", "@anthropic-ai/claude-code-linux-x64",
@@ -46,6 +56,21 @@ AGENTS = {
     "codex": Agent(
         "@openai/codex@0.171.0", "@openai/codex-linux-x64", _CODEX,
         {"MODEL": "{model}", "OPENAI_API_KEY": "inside", "HOME": "/hh"},
+    ),
+    "gemini": Agent(
+        "@google/gemini-cli@0.61.0", "@google/gemini-cli",
+        "mkdir -p ~/.gemini; echo '{\"security\": {\"auth\": {\"selectedType\": \"gemini-api-key\"}}}' > "
+        "~/.gemini/settings.json; exec node /h/bundle/gemini.js -m gemini-2.5-pro --yolo --skip-trust -p 'do the task'",
+        {"GOOGLE_GEMINI_BASE_URL": "{model}", "GEMINI_API_KEY": "inside", "HOME": "/hh"},
+    ),
+    "qwen": Agent(
+        "@qwen-code/qwen-code@0.15.10", "@qwen-code/qwen-code",
+        "exec node /h/cli.js --auth-type openai --yolo -p 'do the task'",
+        {"OPENAI_BASE_URL": "{model}/v1", "OPENAI_API_KEY": "inside", "OPENAI_MODEL": "scripted", "HOME": "/hh"},
+    ),
+    "opencode": Agent(
+        "opencode-ai@1.18.33", "opencode-linux-x64", "exec /h/bin/opencode run -m s/scripted 'do the task'",
+        {"OPENCODE_CONFIG_CONTENT": json.dumps(_OPENCODE), "OPENCODE_DISABLE_AUTOUPDATE": "1", "HOME": "/hh"},
     ),
 }  # fmt: skip
 
@@ -59,12 +84,13 @@ class Script:
     def say(self, number: int, who: str) -> str | None:
         if number >= self._turns:
             return None
-        sleeper = "(setsid sleep 900 >/dev/null 2>&1 &); " if number == 1 else ""
-        return f'{sleeper}echo {who or "all"}{number} >> /repo/log; echo "$(cat /repo/log) $(pgrep -c sleep)"'
+        begin = "(setsid sleep 900 >/dev/null 2>&1 &); until pgrep sleep >/dev/null; do :; done; "
+        sleeper = begin if number == 1 else ""
+        return f"{sleeper}echo {who or 'all'}{number} >> /repo/log; cat /repo/log; pgrep -c sleep; true"
 
     def printed(self, who: str, turn: int) -> list[str]:
         words = [f"{who if number == turn else 'all'}{number}" for number in range(self._turns)]
-        return ["\n".join(words[: n + 1]) + f" {int(n > 0)}" for n in range(self._turns)]
+        return ["\n".join(words[: n + 1]) + f"\n{int(n > 0)}" for n in range(self._turns)]
 
 
 def main(arguments: list[str]) -> int:
@@ -103,6 +129,8 @@ def main(arguments: list[str]) -> int:
                 seconds.append(took_s)
                 good = events[-1].get("exit") == 0 and _is_right(model, began, script.printed(who, turn))
                 wrong += not good
+                if not good:
+                    (options.packages / f"wrong-{who}.json").write_text(json.dumps(model.asked[began:]))
                 console.print(f"branch {who}: {'right' if good else f'WRONG {events[-1]}'} in {took_s:.1f} s")
         after = client.get("/api/v1/stats").json()
     kept, kept_bytes = (after[name] - before[name] for name in ("snapshots", "snapshot_bytes"))
@@ -155,7 +183,8 @@ def _is_right(model: ScriptedModel, began: int, printed: list[str]) -> bool:
     """Return whether the model's last request shows all that the tools must have printed, in this order."""
     if len(model.asked) == began:
         return False
-    text, at = json.dumps(model.asked[-1][1]), 0
+    # Some agents ask for a title beside their turns, with no tool.
+    text, at = json.dumps([body for _, body in model.asked[began:] if body.get("tools")][-1]), 0
     for part in printed:
         at = text.find(json.dumps(part)[1:-1], at)
         if at < 0:
