@@ -1,10 +1,11 @@
 """Unmodified agents inside their sandbox: a rollout, its repetition, and branches: `python -m bench.harness codex`.
 
 The model's words are written before, and so what each tool must print is known: a branch is wrong if its model was ever
-shown anything else. Agents come from npm, with these versions, and are kept in `--packages`.
+shown anything else. Agents come from npm and PyPI, with these versions, and are kept in `--packages`.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,12 +30,13 @@ _CODEX = (
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent: its package, the one with its program, its command and its variables."""
+    """An agent: its package, the one with its program, its command, its variables, and with which command it ends."""
 
     package: str
     program: str
     command: str
     env: dict[str, str]
+    end: str | None = None
 
 
 _OPENCODE = {
@@ -72,18 +74,27 @@ AGENTS = {
         "opencode-ai@1.18.33", "opencode-linux-x64", "exec /h/bin/opencode run -m s/scripted 'do the task'",
         {"OPENCODE_CONFIG_CONTENT": json.dumps(_OPENCODE), "OPENCODE_DISABLE_AUTOUPDATE": "1", "HOME": "/hh"},
     ),
+    "mini": Agent(
+        "mini-swe-agent==2.4.6", "mini-swe-agent",
+        "exec python3 -m minisweagent.run.mini -m openai/scripted -t 'do the task' --yolo --exit-immediately",
+        {
+            "OPENAI_BASE_URL": "{model}/v1", "OPENAI_API_KEY": "inside", "MSWEA_CONFIGURED": "true", "HOME": "/hh",
+            "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "/h",
+        },
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ),
 }  # fmt: skip
 
 
 class Script:
     """What the model says in each turn, and what the tool then prints."""
 
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
+    def __init__(self, turns: int, end: str | None = None) -> None:
+        self._turns, self._end = turns, end
 
     def say(self, number: int, who: str) -> str | None:
         if number >= self._turns:
-            return None
+            return self._end if number == self._turns else None
         begin = "(setsid sleep 900 >/dev/null 2>&1 &); until pgrep sleep >/dev/null; do :; done; "
         sleeper = begin if number == 1 else ""
         return f"{sleeper}echo {who or 'all'}{number} >> /repo/log; cat /repo/log; pgrep -c sleep; true"
@@ -104,7 +115,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if options.quick:
         options.turns, options.at, options.branches = 6, [3], 2
-    agent, script = AGENTS[options.agent], Script(options.turns)
+    agent, script = AGENTS[options.agent], Script(options.turns, AGENTS[options.agent].end)
     folder = _installed(agent, options.packages)
     spec = {
         "archives": [{"source": str(folder), "target": "/h"}], "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
@@ -152,12 +163,14 @@ def main(arguments: list[str]) -> int:
 
 
 def _installed(agent: Agent, packages: Path) -> Path:
-    """Return the directory of an agent's program, which npm fetches once."""
-    folder = packages / "node_modules" / agent.program
-    if not folder.exists():
-        npm = shutil.which("npm")
+    """Return the directory of an agent's program, which npm or pip fetches once."""
+    if "==" in agent.package:
+        folder = packages / agent.program
+        # For the sandbox's `python3`, which must have the version of this one.
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), agent.package]
+    else:
+        folder, npm = packages / "node_modules" / agent.program, shutil.which("npm")
         assert npm, "npm is missing (Debian: apt-get install npm)"
-        packages.mkdir(parents=True, exist_ok=True)
         command = [
             npm,
             "install",
@@ -168,6 +181,8 @@ def _installed(agent: Agent, packages: Path) -> Path:
             str(packages),
             agent.package,
         ]
+    if not folder.exists():
+        packages.mkdir(parents=True, exist_ok=True)
         subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -185,8 +200,10 @@ def _is_right(model: ScriptedModel, began: int, printed: list[str]) -> bool:
         return False
     # Some agents ask for a title beside their turns, with no tool.
     text, at = json.dumps([body for _, body in model.asked[began:] if body.get("tools")][-1]), 0
+    # Some wrap what a tool printed into JSON once more.
+    text = re.sub(r"\\+n", "\n", text)
     for part in printed:
-        at = text.find(json.dumps(part)[1:-1], at)
+        at = text.find(part, at)
         if at < 0:
             return False
     return True
