@@ -24,6 +24,7 @@ from proxy.execution.restore import Restorer
 from proxy.execution.rollouts import Rollouts
 from proxy.execution.root_state import RootChanges
 from proxy.execution.sandbox_maker import SandboxMaker
+from proxy.execution.single_flight import SingleFlight
 from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.step_notes import StepNotes
 from proxy.execution.tasks import Tasks
@@ -369,7 +370,8 @@ def build_engine(
         settings.max_sandboxes, reserve_bytes=settings.memory_reserve_bytes, workers=settings.workers,
         other_files=settings.max_connections,
     )  # fmt: skip
-    pool = Pool(room, patience_s=settings.sandbox_patience_s)
+    flights = SingleFlight()
+    pool = Pool(room, patience_s=settings.sandbox_patience_s, callers=flights.callers)
     cache = SnapshotCache(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
@@ -389,7 +391,7 @@ def build_engine(
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records, counts, roots, answers.keep, answers.of, gate)
+    executor = Executor(restorer, store.records, counts, roots, flights, answers.keep, answers.of, gate)
     if settings.quotas:
         executor.quotas = Quotas(
             settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2

@@ -48,6 +48,7 @@ class Executor:
         records: RecordStore,
         counts: Counters,
         roots: RootChanges,
+        flights: SingleFlight,
         keep_answer: Callable[[Record, ToolResult], object],
         read_answer: Callable[[Record], object],
         gate: Gate | None = None,
@@ -59,7 +60,7 @@ class Executor:
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
-        self.flights, self.timings = SingleFlight(), Timings()
+        self.flights, self.timings = flights, Timings()
         self.quotas: Quotas | None = None  # How many calls of tasks run at once; None without quotas.
         # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
         self.renew: Callable[[Rollout], Awaitable[bool]] | None = None

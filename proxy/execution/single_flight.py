@@ -67,6 +67,11 @@ class SingleFlight:
             if not flight.holders:
                 del self._flights[node.id, key]
 
+    def callers(self, rollout: int) -> int:
+        """Return how many rollouts wait for the call that a rollout makes, itself included; 0 if it makes none."""
+        flight = self._by_rollout.get(rollout)
+        return 0 if flight is None else flight.holders
+
     def detach(self, rollout: Rollout) -> None:
         """Let the process of the rollout's in-flight call continue in the background."""
         flight = self._by_rollout.get(rollout.id)

@@ -23,6 +23,7 @@ from sandboxes.driver import Sandbox
 from sandboxes.pool.lifecycle import LifecycleEvent, SandboxState
 from sandboxes.pool.room import Room, RoomBound
 from sandboxes.pool.roster import Roster, Slot
+from sandboxes.pool.starts import Starts
 from sandboxes.task_owner import start as start_task
 
 _STARTS = 4
@@ -44,19 +45,20 @@ class Pool:
             returns False if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
     """
 
-    def __init__(self, room: Room, *, patience_s: float) -> None:
+    def __init__(self, room: Room, *, patience_s: float, callers: Callable[[int], int] = lambda _: 1) -> None:
         """Make an empty pool.
 
         Args:
             room: How many sandboxes may be alive at once, closing ones included.
             patience_s: How long a caller waits for room before it gets `OverloadedError`.
+            callers: Returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
         """
         self.roster = Roster()
         self.waiting = self.evicted = self._seen = 0
         self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
         self._room, self._patience_s = room, patience_s
         self._changed = asyncio.Condition()
-        self._starts = asyncio.Semaphore(_STARTS)
+        self._starts = Starts(_STARTS, callers)
         self._closing = 0
 
     async def start(self, make: Callable[[], Awaitable[Sandbox]], position: Hashable, owner: int | None) -> Slot:
@@ -107,12 +109,12 @@ class Pool:
     @property
     def has_spare_room(self) -> bool:
         """Whether a sandbox may be made ahead: two slots and a start are free, so the next caller still has one."""
-        return bool(self.spare) and not self._starts.locked()
+        return bool(self.spare) and not self._starts.busy
 
     async def fill(self, slot: Slot, make: Callable[[], Awaitable[Sandbox]], position: Hashable) -> Slot:
         """Make the sandbox of a new slot in the roster and lease it. If that fails, the slot is closed."""
         try:
-            async with self._starts:
+            async with self._starts.turn(slot.owner):
                 slot.sandbox = await make()
         except BaseException:
             await self.close(slot)
