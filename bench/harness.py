@@ -129,6 +129,7 @@ def main(arguments: list[str]) -> int:
     ):
         client.put("/api/v1/tasks/t", json=spec).raise_for_status()
         first_s, first = _ran(client, "first", model.url())
+        assert first[-1].get("exit") == 0, first[-1]
         again_s, again = _ran(client, "again", model.url())
         before = client.get("/api/v1/stats").json()
         wrong, seconds = 0, []

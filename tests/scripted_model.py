@@ -151,7 +151,7 @@ def _anthropic(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
 
 
 def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
-    tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash"])
+    tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash", "terminal"])
     # Qwen Code puts words of its own into the model's mouth.
     command = say(sum("tool_calls" in message for message in body["messages"])) if tool else None
     chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": DRAWN.randint(1, 1 << 31), "model": body["model"]}
@@ -159,7 +159,8 @@ def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Event
         message: dict[str, Any] = {"role": "assistant", "content": "all done" if tool else "A task"}
         deltas: list[dict[str, Any]] = [{"content": piece} for piece in _pieces(message["content"])]
     else:
-        given = json.dumps({"command": command, "description": "a step"})
+        about = {"description": "a step"} if "description" in tool.get("parameters", {}).get("properties", ()) else {}
+        given = json.dumps({"command": command, **about})
         call = {"index": 0, "id": f"call_{uuid.uuid4().hex[:20]}", "type": "function"}
         function = {"name": tool["name"], "arguments": given}
         message = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": function}]}
