@@ -48,6 +48,16 @@ _OPENCODE = {
         }
     }
 }
+_OPENHANDS = """
+import os
+from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.tools.terminal import TerminalTool
+llm = LLM(model="openai/scripted", base_url=os.environ["OPENAI_BASE_URL"], api_key="inside")
+agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name)])
+conversation = Conversation(agent=agent, workspace=os.getcwd())
+conversation.send_message("do the task")
+conversation.run()
+"""
 
 AGENTS = {
     "claude": Agent(
@@ -76,12 +86,20 @@ AGENTS = {
     ),
     "mini": Agent(
         "mini-swe-agent==2.4.6", "mini-swe-agent",
-        "exec python3 -m minisweagent.run.mini -m openai/scripted -t 'do the task' --yolo --exit-immediately",
+        "exec $PYTHON -m minisweagent.run.mini -m openai/scripted -t 'do the task' --yolo --exit-immediately",
         {
             "OPENAI_BASE_URL": "{model}/v1", "OPENAI_API_KEY": "inside", "MSWEA_CONFIGURED": "true", "HOME": "/hh",
             "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "/h",
+            "PYTHON": "python3",
         },
         "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ),
+    "openhands": Agent(
+        "openhands-sdk==1.58.2 openhands-tools==1.58.2", "openhands", f"exec $PYTHON -c '{_OPENHANDS}'",
+        {
+            "OPENAI_BASE_URL": "{model}/v1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "/h",
+            "HOME": "/hh", "LANG": "C.UTF-8", "PYTHON": "python3",
+        },
     ),
 }  # fmt: skip
 
@@ -111,16 +129,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--at", type=int, nargs="*", default=[2, 6, 10, 14, 18], help="The turns that are left.")
     parser.add_argument("--branches", type=int, default=8, help="How many branches leave each of them.")
     parser.add_argument("--packages", type=Path, default=Path("/var/tmp/forkpoint-agents"))  # noqa: S108
+    parser.add_argument("--python", type=Path, help="A directory with bin/python3, if the sandbox's is too old.")
     parser.add_argument("--quick", action="store_true", help="6 turns, 2 branches at one turn.")
     options = parser.parse_args(arguments)
     if options.quick:
         options.turns, options.at, options.branches = 6, [3], 2
     agent, script = AGENTS[options.agent], Script(options.turns, AGENTS[options.agent].end)
-    folder = _installed(agent, options.packages)
+    folder = _installed(agent, options.packages, options.python)
+    archives, env = [{"source": str(folder), "target": "/h"}], agent.env
+    if options.python:
+        archives.append({"source": str(options.python), "target": "/python"})
+        env = {**env, "PYTHON": "/python/bin/python3", "LD_LIBRARY_PATH": "/python/lib"}
     spec = {
-        "archives": [{"source": str(folder), "target": "/h"}], "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
+        "archives": archives, "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
         "limits": {"memory_mb": 6144, "pids": 1000, "disk_mb": 8192, "timeout_s": 240},
-        "harness": {"command": agent.command, "env": agent.env},
+        "harness": {"command": agent.command, "env": env},
     }  # fmt: skip
     with (
         scripted_model(script.say) as model,
@@ -163,12 +186,13 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def _installed(agent: Agent, packages: Path) -> Path:
+def _installed(agent: Agent, packages: Path, python: Path | None) -> Path:
     """Return the directory of an agent's program, which npm or pip fetches once."""
     if "==" in agent.package:
         folder = packages / agent.program
-        # For the sandbox's `python3`, which must have the version of this one.
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder), agent.package]
+        # Without `--python`, the sandbox's `python3` must have the version of this one.
+        command = [str(python / "bin" / "python3") if python else sys.executable, "-m", "pip", "install"]
+        command += ["--target", str(folder), *agent.package.split()]
     else:
         folder, npm = packages / "node_modules" / agent.program, shutil.which("npm")
         assert npm, "npm is missing (Debian: apt-get install npm)"
