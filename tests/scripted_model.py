@@ -155,6 +155,8 @@ def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Event
     # Qwen Code puts words of its own into the model's mouth.
     command = say(sum("tool_calls" in message for message in body["messages"])) if tool else None
     chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": DRAWN.randint(1, 1 << 31), "model": body["model"]}
+    # What llama.cpp and Cerebras say of how long they took.
+    chunk |= {"timings": {"predicted_ms": DRAWN.random()}, "time_info": {"total_time": DRAWN.random()}}
     if command is None or tool is None:
         message: dict[str, Any] = {"role": "assistant", "content": "all done" if tool else "A task"}
         deltas: list[dict[str, Any]] = [{"content": piece} for piece in _pieces(message["content"])]
