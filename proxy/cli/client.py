@@ -80,12 +80,12 @@ class ControlClient:
             return client.get(_joined(path), params=query).raise_for_status().json()
 
     @contextmanager
-    def stream(self, method: str, *path: str, **more: Any) -> Iterator[httpx.Response]:
-        """Send a request and yield its streaming response."""
+    def stream(self, method: str, *path: str, within: str = "api/v1", **more: Any) -> Iterator[httpx.Response]:
+        """Send a request and yield its streaming response; `within` precedes the path's segments."""
         with (
             self._reporting(),
             self._client(timeout=LONG_S) as client,
-            client.stream(method, _joined(path), **more) as response,
+            client.stream(method, f"{self.url}/{within}/{_joined(path)}", **more) as response,
         ):
             if not response.is_success:
                 response.read()

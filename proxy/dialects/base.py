@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.tool_clients.json_text import parse_json
 
+M = TypeVar("M", bound=BaseModel)
 AT_ONCE_BYTES = 1 << 18
 """Largest body that is read on the event loop. A larger one, such as files of one form, is read beside it: hits wait
 for what runs on the loop."""
@@ -246,10 +247,10 @@ def _without_surrogates(body: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
+def checked_arguments(tool: str, kind: type[M], given: dict[str, Any], *, strict: bool = True) -> M:
     """Return a tool's arguments with defaults; `strict` converts no types. Raises RefusalError (422)."""
     try:
-        return kind.model_validate(given, strict=strict).model_dump()
+        return kind.model_validate(given, strict=strict)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
         takes = ", ".join(kind.model_fields) or "nothing"

@@ -95,7 +95,7 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
     )
     # A query string has only text, which is converted; in a body the types must be right.
-    arguments = checked_arguments(path, kind, given, strict=method != "GET")
+    arguments = checked_arguments(path, kind, given, strict=method != "GET").model_dump()
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
         if member in arguments:

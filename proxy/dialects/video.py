@@ -167,7 +167,7 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
     kind = TOOLS[tool].kind
     if not isinstance(given, dict):
         raise RefusalError(422, "arguments", f"{tool} takes a JSON object.")
-    arguments = checked_arguments(tool, kind, given, strict=True)
+    arguments = checked_arguments(tool, kind, given).model_dump()
     return ToolCall("video", tool, arguments | ({"variant": 0} if tool in SAMPLED else {}))
 
 

@@ -18,7 +18,7 @@ ENDPOINT = "harness"
 _DRAWN = frozenset({
     "id", "call_id", "item_id", "response_id", "responseId", "message_id", "request_id", "created", "created_at",
     "completed_at", "createTime", "system_fingerprint", "service_tier", "usage", "usageMetadata", "logprobs",
-    "avgLogprobs", "sequence_number", "obfuscation", "signature", "thoughtSignature", "encrypted_content",
+    "avgLogprobs", "sequence_number", "obfuscation", "timings", "time_info", "signature", "thoughtSignature", "encrypted_content",
 })  # fmt: skip
 """Members that engines draw, or that say what a response has cost."""
 _SAID = frozenset({"input", "args", "arguments"})
@@ -27,6 +27,8 @@ _TEXTS = frozenset({
     "text", "content", "delta", "partial_json", "arguments", "thinking", "reasoning", "reasoning_content", "refusal",
 })  # fmt: skip
 """Members with a part of a text, which the next event goes on with."""
+_CHOICES, _ENDS = ("choices", "candidates"), frozenset({"finish_reason", "finishReason"})
+"""Members of an event with its alternatives (OpenAI, Google), and of each of them with why it ends."""
 _DONE = b"[DONE]"
 
 
@@ -102,7 +104,7 @@ def canonical(response: ModelResponse) -> Any:
     kind = response.media_type.partition(";")[0].strip().lower()
     try:
         if kind == "text/event-stream":
-            return ["events", *_joined(_event(text) for text in _events(response.body))]
+            return ["events", *_joined(part for text in _events(response.body) for part in _parted(_event(text)))]
         return ["json", _kept(parse_json(response.body))]
     # A body that is nested too deeply is compared as it is.
     except (orjson.JSONDecodeError, RecursionError):
@@ -137,6 +139,23 @@ def _events(body: bytes) -> Iterable[bytes]:
 
 def _event(data: bytes) -> Any:
     return "[DONE]" if data == _DONE else _kept(parse_json(data))
+
+
+def _parted(event: Any) -> list[Any]:
+    """Return what an event says and, apart from it, the ends: engines send the last words with an end or before it."""
+    name = next((name for name in _CHOICES if isinstance(event, dict) and isinstance(event.get(name), list)), None)
+    if name is None or not all(isinstance(choice, dict) for choice in event[name]):
+        return [event]
+    ends = [[choice.get("index"), *(choice[end] for end in _ENDS & choice.keys())] for choice in event[name]]
+    words = [{key: value for key, value in choice.items() if key not in _ENDS} for choice in event[name]]
+    parts = [] if _is_empty(words) else [{**event, name: words}]
+    return [*parts, ["end", ends]] if any(end[1:] not in ([], [None]) for end in ends) else parts
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_empty(member) for name, member in value.items() if name not in {"index", "role"})
+    return all(map(_is_empty, value)) if isinstance(value, list) else value in {"", None}
 
 
 def _kept(value: Any) -> Any:
