@@ -1,10 +1,11 @@
 """Unmodified agents inside their sandbox: a rollout, its repetition, and branches: `python -m bench.harness codex`.
 
 The model's words are written before, and so what each tool must print is known: a branch is wrong if its model was ever
-shown anything else. Agents come from npm, with these versions, and are kept in `--packages`.
+shown anything else. Agents come from npm and PyPI, with these versions, and are kept in `--packages`.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,13 +30,34 @@ _CODEX = (
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent: its package, the one with its program, its command and its variables."""
+    """An agent: its package, the one with its program, its command, its variables, and with which command it ends."""
 
     package: str
     program: str
     command: str
     env: dict[str, str]
+    end: str | None = None
 
+
+_OPENCODE = {
+    "provider": {
+        "s": {
+            "npm": "@ai-sdk/openai-compatible",
+            "options": {"baseURL": "{model}/v1", "apiKey": "inside"},
+            "models": {"scripted": {}},
+        }
+    }
+}
+_OPENHANDS = """
+import os
+from openhands.sdk import LLM, Agent, Conversation, Tool
+from openhands.tools.terminal import TerminalTool
+llm = LLM(model="openai/scripted", base_url=os.environ["OPENAI_BASE_URL"], api_key="inside")
+agent = Agent(llm=llm, tools=[Tool(name=TerminalTool.name)])
+conversation = Conversation(agent=agent, workspace=os.getcwd())
+conversation.send_message("do the task")
+conversation.run()
+"""
 
 AGENTS = {
     "claude": Agent(
@@ -47,24 +69,57 @@ AGENTS = {
         "@openai/codex@0.171.0", "@openai/codex-linux-x64", _CODEX,
         {"MODEL": "{model}", "OPENAI_API_KEY": "inside", "HOME": "/hh"},
     ),
+    "gemini": Agent(
+        "@google/gemini-cli@0.61.0", "@google/gemini-cli",
+        "mkdir -p ~/.gemini; echo '{\"security\": {\"auth\": {\"selectedType\": \"gemini-api-key\"}}}' > "
+        "~/.gemini/settings.json; exec node /h/bundle/gemini.js -m gemini-2.5-pro --yolo --skip-trust -p 'do the task'",
+        {"GOOGLE_GEMINI_BASE_URL": "{model}", "GEMINI_API_KEY": "inside", "HOME": "/hh"},
+    ),
+    "qwen": Agent(
+        "@qwen-code/qwen-code@0.15.10", "@qwen-code/qwen-code",
+        "exec node /h/cli.js --auth-type openai --yolo -p 'do the task'",
+        {"OPENAI_BASE_URL": "{model}/v1", "OPENAI_API_KEY": "inside", "OPENAI_MODEL": "scripted", "HOME": "/hh"},
+    ),
+    "opencode": Agent(
+        "opencode-ai@1.18.33", "opencode-linux-x64", "exec /h/bin/opencode run -m s/scripted 'do the task'",
+        {"OPENCODE_CONFIG_CONTENT": json.dumps(_OPENCODE), "OPENCODE_DISABLE_AUTOUPDATE": "1", "HOME": "/hh"},
+    ),
+    "mini": Agent(
+        "mini-swe-agent==2.4.6", "mini-swe-agent",
+        "exec $PYTHON -m minisweagent.run.mini -m openai/scripted -t 'do the task' --yolo --exit-immediately",
+        {
+            "OPENAI_BASE_URL": "{model}/v1", "OPENAI_API_KEY": "inside", "MSWEA_CONFIGURED": "true", "HOME": "/hh",
+            "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "/h",
+            "PYTHON": "python3",
+        },
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ),
+    "openhands": Agent(
+        "openhands-sdk==1.58.2 openhands-tools==1.58.2", "openhands", f"exec $PYTHON -c '{_OPENHANDS}'",
+        {
+            "OPENAI_BASE_URL": "{model}/v1", "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": "/h",
+            "HOME": "/hh", "LANG": "C.UTF-8", "PYTHON": "python3",
+        },
+    ),
 }  # fmt: skip
 
 
 class Script:
     """What the model says in each turn, and what the tool then prints."""
 
-    def __init__(self, turns: int) -> None:
-        self._turns = turns
+    def __init__(self, turns: int, end: str | None = None) -> None:
+        self._turns, self._end = turns, end
 
     def say(self, number: int, who: str) -> str | None:
         if number >= self._turns:
-            return None
-        sleeper = "(setsid sleep 900 >/dev/null 2>&1 &); " if number == 1 else ""
-        return f'{sleeper}echo {who or "all"}{number} >> /repo/log; echo "$(cat /repo/log) $(pgrep -c sleep)"'
+            return self._end if number == self._turns else None
+        begin = "(setsid sleep 900 >/dev/null 2>&1 &); until pgrep sleep >/dev/null; do :; done; "
+        sleeper = begin if number == 1 else ""
+        return f"{sleeper}echo {who or 'all'}{number} >> /repo/log; cat /repo/log; pgrep -c sleep; true"
 
     def printed(self, who: str, turn: int) -> list[str]:
         words = [f"{who if number == turn else 'all'}{number}" for number in range(self._turns)]
-        return ["\n".join(words[: n + 1]) + f" {int(n > 0)}" for n in range(self._turns)]
+        return ["\n".join(words[: n + 1]) + f"\n{int(n > 0)}" for n in range(self._turns)]
 
 
 def main(arguments: list[str]) -> int:
@@ -74,16 +129,21 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--at", type=int, nargs="*", default=[2, 6, 10, 14, 18], help="The turns that are left.")
     parser.add_argument("--branches", type=int, default=8, help="How many branches leave each of them.")
     parser.add_argument("--packages", type=Path, default=Path("/var/tmp/forkpoint-agents"))  # noqa: S108
+    parser.add_argument("--python", type=Path, help="A directory with bin/python3, if the sandbox's is too old.")
     parser.add_argument("--quick", action="store_true", help="6 turns, 2 branches at one turn.")
     options = parser.parse_args(arguments)
     if options.quick:
         options.turns, options.at, options.branches = 6, [3], 2
-    agent, script = AGENTS[options.agent], Script(options.turns)
-    folder = _installed(agent, options.packages)
+    agent, script = AGENTS[options.agent], Script(options.turns, AGENTS[options.agent].end)
+    folder = _installed(agent, options.packages, options.python)
+    archives, env = [{"source": str(folder), "target": "/h"}], agent.env
+    if options.python:
+        archives.append({"source": str(options.python), "target": "/python"})
+        env = {**env, "PYTHON": "/python/bin/python3", "LD_LIBRARY_PATH": "/python/lib"}
     spec = {
-        "archives": [{"source": str(folder), "target": "/h"}], "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
+        "archives": archives, "setup": ["mkdir -p /repo /hh"], "workdir": "/repo",
         "limits": {"memory_mb": 6144, "pids": 1000, "disk_mb": 8192, "timeout_s": 240},
-        "harness": {"command": agent.command, "env": agent.env},
+        "harness": {"command": agent.command, "env": env},
     }  # fmt: skip
     with (
         scripted_model(script.say) as model,
@@ -92,6 +152,7 @@ def main(arguments: list[str]) -> int:
     ):
         client.put("/api/v1/tasks/t", json=spec).raise_for_status()
         first_s, first = _ran(client, "first", model.url())
+        assert first[-1].get("exit") == 0, first[-1]
         again_s, again = _ran(client, "again", model.url())
         before = client.get("/api/v1/stats").json()
         wrong, seconds = 0, []
@@ -103,6 +164,8 @@ def main(arguments: list[str]) -> int:
                 seconds.append(took_s)
                 good = events[-1].get("exit") == 0 and _is_right(model, began, script.printed(who, turn))
                 wrong += not good
+                if not good:
+                    (options.packages / f"wrong-{who}.json").write_text(json.dumps(model.asked[began:]))
                 console.print(f"branch {who}: {'right' if good else f'WRONG {events[-1]}'} in {took_s:.1f} s")
         after = client.get("/api/v1/stats").json()
     kept, kept_bytes = (after[name] - before[name] for name in ("snapshots", "snapshot_bytes"))
@@ -123,13 +186,16 @@ def main(arguments: list[str]) -> int:
     return 1 if wrong else 0
 
 
-def _installed(agent: Agent, packages: Path) -> Path:
-    """Return the directory of an agent's program, which npm fetches once."""
-    folder = packages / "node_modules" / agent.program
-    if not folder.exists():
-        npm = shutil.which("npm")
+def _installed(agent: Agent, packages: Path, python: Path | None) -> Path:
+    """Return the directory of an agent's program, which npm or pip fetches once."""
+    if "==" in agent.package:
+        folder = packages / agent.program
+        # Without `--python`, the sandbox's `python3` must have the version of this one.
+        command = [str(python / "bin" / "python3") if python else sys.executable, "-m", "pip", "install"]
+        command += ["--target", str(folder), *agent.package.split()]
+    else:
+        folder, npm = packages / "node_modules" / agent.program, shutil.which("npm")
         assert npm, "npm is missing (Debian: apt-get install npm)"
-        packages.mkdir(parents=True, exist_ok=True)
         command = [
             npm,
             "install",
@@ -140,6 +206,8 @@ def _installed(agent: Agent, packages: Path) -> Path:
             str(packages),
             agent.package,
         ]
+    if not folder.exists():
+        packages.mkdir(parents=True, exist_ok=True)
         subprocess.run(command, check=True, capture_output=True)
     return folder
 
@@ -155,9 +223,12 @@ def _is_right(model: ScriptedModel, began: int, printed: list[str]) -> bool:
     """Return whether the model's last request shows all that the tools must have printed, in this order."""
     if len(model.asked) == began:
         return False
-    text, at = json.dumps(model.asked[-1][1]), 0
+    # Some agents ask for a title beside their turns, with no tool.
+    text, at = json.dumps([body for _, body in model.asked[began:] if body.get("tools")][-1]), 0
+    # Some wrap what a tool printed into JSON once more.
+    text = re.sub(r"\\+n", "\n", text)
     for part in printed:
-        at = text.find(json.dumps(part)[1:-1], at)
+        at = text.find(part, at)
         if at < 0:
             return False
     return True

@@ -12,10 +12,6 @@ def base_url(url: str) -> str:
 
 
 def token_headers(token: str | None = None) -> dict[str, str]:
-    """Return the headers with a client's token.
-
-    Args:
-        token: The token; None for that in FORKPOINT_TOKEN, if it is set.
-    """
+    """Return the headers with a client's token; None for that in FORKPOINT_TOKEN, if it is set."""
     token = token or os.environ.get("FORKPOINT_TOKEN")
     return {"x-forkpoint-token": token} if token else {}

@@ -31,11 +31,7 @@ def sqlite_driver(context: DriverContext) -> "Driver":
 
 
 def postgres_driver(context: DriverContext) -> "Driver":
-    """Return the driver of PostgreSQL clones.
-
-    Raises:
-        PluginError: The extra `postgres` is not installed.
-    """
+    """Return the driver of PostgreSQL clones. Raises PluginError if the extra `postgres` is not installed."""
     _require("postgres", "psycopg")
     from sandboxes.postgres.driver import PostgresDriver
 
@@ -43,11 +39,7 @@ def postgres_driver(context: DriverContext) -> "Driver":
 
 
 def video_driver(context: DriverContext) -> "Driver":
-    """Return the driver of video tools.
-
-    Raises:
-        PluginError: The extra `video` is not installed.
-    """
+    """Return the driver of video tools. Raises PluginError if the extra `video` is not installed."""
     _require("video", "av", "numpy", "PIL")
     from sandboxes.video.driver import VideoDriver
 

@@ -67,8 +67,6 @@ def _reply(response: httpx.Response) -> Reply:
 
 
 class _Urls:
-    """The URLs of a rollout."""
-
     task_name: str
     name: str
     _url: str
@@ -298,7 +296,6 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         return http
 
     def _stream(self, path: str, query: dict[str, str | list[str]]) -> Iterator[bytes]:
-        """Yield the chunks of a response."""
         try:
             with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
                 if not response.is_success:

@@ -67,22 +67,19 @@ def spec_of(
     build: Callable[[Any], str] | None = None,
     note: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the environment that a compose file describes, as a spec.
+    """Return the environment that a parsed compose file describes, as a spec. Raises ComposeFileError.
 
-    Text files of the task's directory that a service mounts are copied into the spec. A directory of the client's
-    machine without files, such as one for logs, becomes an empty one of the state.
+    Text files of the task's directory that a service mounts are copied into the spec. Other directories of the client's
+    machine become empty ones of the state.
 
     Args:
         file: The parsed file.
         image: The image of the main container if the file names none, or by a variable without a value.
         main: Name of the service in which the agent works.
         variables: The values of variables that the file uses. They precede those of the file `.env` beside it.
-        folder: The directory of the file; None if it is not known, and no file can be read.
+        folder: The directory of the file; None if no file can be read.
         build: Builds what a member `build` describes, and returns the image's name. None builds nothing.
         note: Gets a sentence for each member that is not taken word for word.
-
-    Raises:
-        ComposeFileError: The file says something that a sandbox cannot be.
     """
     services = _services(file)
     if "include" in file:
@@ -131,10 +128,7 @@ def _spec(
 
 
 def default_of(file: Any) -> str:
-    """Return the name of the service in which the agent works, by the rule of Inspect AI.
-
-    That is the service with `x-default: true`, else the one that is named `default`, else the first.
-    """
+    """Return the service in which the agent works, as in Inspect AI: by `x-default`, named `default`, or the first."""
     services = _services(file)
     marked = [str(name) for name, service in services.items() if isinstance(service, dict) and service.get("x-default")]
     return (marked + ["default"] * ("default" in services) + [str(name) for name in services])[0]
@@ -397,7 +391,6 @@ def _extra_hosts(service: Service) -> Iterator[tuple[str, str]]:
 
 
 def _limits(name: str, service: Service) -> dict[str, Any]:
-    """Return the limits of the main service, as a spec has them."""
     resources = ((service.get("deploy") or {}).get("resources") or {}).get("limits") or {}
     cpus, memory = service.get("cpus") or resources.get("cpus"), service.get("mem_limit") or resources.get("memory")
     pids = service.get("pids_limit") or resources.get("pids")

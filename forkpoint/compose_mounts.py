@@ -1,7 +1,6 @@
 """What the services of a compose file mount: files of the task's directory, empty directories, and shared volumes.
 
-A sandbox has no paths of the client's machine. So the files that a service finds in a mount are copied, and a directory
-that is mounted to get logs out is an empty one of the state.
+A sandbox has no paths of the client's machine: files are copied, and a directory to get logs out is an empty one.
 """
 
 import os
@@ -62,16 +61,10 @@ def mounted(
     folder: Path | None,
     note: Callable[[str], object],
 ) -> Mounted:
-    """Return what the mounts of services become.
+    """Return what the mounts of services become, with the root of each as a path in the main container.
 
-    Args:
-        services: The services by their names in a spec.
-        places: The root directory of each, as a path in the main container.
-        folder: The directory of the compose file; None if it is not known.
-        note: Gets a sentence for what is not as in the file.
-
-    Raises:
-        ComposeFileError: A service needs a path of the client's machine that cannot be copied.
+    `folder` is the compose file's; None if it is not known. `note` gets a sentence for what is not as in the file.
+    Raises ComposeFileError if a service needs a path of the client's machine that cannot be copied.
     """
     result = Mounted()
     for name, service in services.items():
@@ -107,7 +100,7 @@ def _add_path(result: Mounted, name: str, mount: Mount, target: str, folder: Pat
     if found.is_dir() and not any(found.iterdir()):
         result.folders.add(target)
         return
-    for file in [found, *(sorted(_below(found)) if found.is_dir() else ())]:
+    for file in [found, *(sorted(below(found)) if found.is_dir() else ())]:
         if not file.resolve().is_relative_to(folder.resolve()):
             raise _refused(name, mount, "it is not in the directory of the compose file")
         path = target if file == found else f"{target}/{file.relative_to(found)}"
@@ -134,7 +127,8 @@ def _add_file(result: Mounted, name: str, mount: Mount, file: Path, path: str) -
         result.programs.add(path)
 
 
-def _below(folder: Path) -> Iterable[Path]:
+def below(folder: Path) -> Iterable[Path]:
+    """Yield all that is below a directory. Links are not followed."""
     for at, folders, names in os.walk(folder):
         yield from (Path(at, name) for name in (*folders, *names))
 

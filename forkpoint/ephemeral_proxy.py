@@ -12,10 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
+
+from sandboxes import IMPORT_ROOT
 
 READY_S = 60.0
 """The proxy must be ready within this time."""
@@ -34,12 +35,7 @@ class EphemeralProxyError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class EphemeralProxy:
-    """A running temporary proxy.
-
-    Attributes:
-        url: Base URL.
-        pid: Process id, for measurements.
-    """
+    """A running temporary proxy; the process id is for measurements."""
 
     url: str
     pid: int
@@ -49,13 +45,9 @@ class EphemeralProxy:
 def ephemeral_proxy(data: Path | None = None, settings: Mapping[str, object] | None = None) -> Iterator[EphemeralProxy]:
     """Run `forkpoint serve` on a free port of 127.0.0.1.
 
-    Args:
-        data: The data directory, which stays; None for an empty one in TMPDIR that is removed afterwards.
-        settings: Settings by their names, as values of JSON. All others come from FORKPOINT_… variables.
-
-    Raises:
-        EphemeralProxyError: The proxy does not start or stop in time, or its directory cannot be removed. The text
-            quotes the end of its log.
+    The data directory stays; None is an empty one in TMPDIR that is removed. Settings other than these, as values of
+    JSON, come from FORKPOINT_… variables. Raises EphemeralProxyError, with the end of the log, if the proxy does not
+    start or stop in time, or its directory cannot be removed.
     """
     folder = Path(tempfile.mkdtemp(prefix="forkpoint-temporary-"))
     try:
@@ -74,7 +66,7 @@ def _served(data: Path, log: Path, variables: dict[str, str]) -> Iterator[Epheme
         process = subprocess.Popen(  # noqa: S603 - our own module
             command,
             # From here `-m` imports this package, whatever the caller's directory contains.
-            cwd=_package_directory(),
+            cwd=IMPORT_ROOT,
             # A token in the environment belongs to another proxy; this proxy listens on loopback only.
             env={name: value for name, value in os.environ.items() if name not in _TOKENS} | variables,
             stdin=subprocess.DEVNULL,
@@ -90,14 +82,6 @@ def _served(data: Path, log: Path, variables: dict[str, str]) -> Iterator[Epheme
         _stop(process, log)
 
 
-def _package_directory() -> Path:
-    """Return the directory that has the package `forkpoint`: the repository, or the packages of an installation."""
-    spec = find_spec("forkpoint")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parents[1]
-
-
 def as_variables(settings: Mapping[str, object]) -> dict[str, str]:
     """Return settings as environment variables: strings and paths as they are, other values as JSON."""
     return {
@@ -110,8 +94,7 @@ def free_port() -> int:
     """Return a TCP port of 127.0.0.1 that is free, and that the kernel gives to no other program.
 
     A socket that is bound with SO_REUSEADDR and does not listen keeps the port out of the kernel's own choices until
-    this process ends. A server that sets SO_REUSEADDR too, as servers do, may still listen there, also when it starts
-    again.
+    this process ends. A server that sets SO_REUSEADDR too, as servers do, may still listen there.
     """
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

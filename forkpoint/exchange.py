@@ -30,13 +30,7 @@ _PROBLEM = "urn:forkpoint:"
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An HTTP response that was read in full.
-
-    Attributes:
-        status: The HTTP status.
-        headers: The headers by their names in lower case.
-        body: The body.
-    """
+    """An HTTP response that was read in full, with headers by their names in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -53,12 +47,7 @@ class ApiRequest(Generic[T]):
     """An HTTP request, and how its response becomes a result.
 
     Attributes:
-        method: The HTTP method.
-        path: The path below the proxy's URL, already quoted.
-        read: Returns the result of a successful response.
         query: The query parameters; a list is a parameter that is repeated.
-        body: The body; None for none.
-        headers: Headers of this request alone.
         timeout_s: How long the tool may run, in seconds; None for the proxy's default. The client waits longer.
         accepts: Statuses beyond 2xx that `read` understands.
         most: Maximum number of items of a list, which may take several pages; None for a request of no list.
@@ -75,11 +64,7 @@ class ApiRequest(Generic[T]):
     most: int | None = None
 
     def result(self, reply: Reply) -> T:
-        """Return the result of a response.
-
-        Raises:
-            ForkpointError: The response is an error.
-        """
+        """Return the result of a response. Raises ForkpointError if it is an error."""
         if 200 <= reply.status < 300 or reply.status in self.accepts:
             return self.read(reply)
         raise error_of(reply)
@@ -96,14 +81,7 @@ class ApiRequest(Generic[T]):
 def listed(
     path: str, item: Callable[[Any], E], *, most: int | None = None, query: Mapping[str, str | list[str]] | None = None
 ) -> ApiRequest[list[E]]:
-    """Return the request of a list, from as many of its pages as it takes.
-
-    Args:
-        path: The path below the proxy's URL.
-        item: Returns the result of one JSON object.
-        most: Maximum number of items; None for all.
-        query: The query parameters that filter and sort.
-    """
+    """Return the request of a list of `item`s, from as many of its pages as `most` takes; None for all."""
     most = sys.maxsize if most is None else most
     return ApiRequest(
         "GET", path, lambda reply: [item(row) for row in reply.payload["items"]],
@@ -150,12 +128,7 @@ def retry_pause_s(reply: Reply, *, spent_s: float, patience_s: float) -> float |
     """Return how long to wait before a request is sent again; None if it is not.
 
     Only the proxy's own refusals (429 and 503 with `Retry-After`) are sent again: nothing was recorded, and the rollout
-    has not moved.
-
-    Args:
-        reply: The response to the last attempt.
-        spent_s: Seconds since the first attempt.
-        patience_s: Seconds after which no attempt begins.
+    has not moved. No attempt begins after `patience_s`.
     """
     if reply.status not in (429, 503) or "retry-after" not in reply.headers or not error_of(reply).slug:
         return None
@@ -183,11 +156,7 @@ class Awaiting(ABC):
 
 
 class Operation(Generic[P, T]):
-    """A method whose request is described once, for blocking and for async objects. Use it as a decorator.
-
-    Args:
-        describe: Returns the request. Its docstring is the method's.
-    """
+    """A method whose request is described once, for blocking and async objects. A decorator."""
 
     def __init__(self, describe: Callable[Concatenate[Any, P], ApiRequest[T]]) -> None:
         @wraps(describe)

@@ -216,10 +216,7 @@ class ForkpointEnvironment(BaseEnvironment):
     async def download_dir_with_exclusions(
         self, *, source_dir: str, target_dir: Path | str, exclude: list[str]
     ) -> None:
-        """Copy the content of a directory of the sandbox, without what patterns of tar exclude.
-
-        Harbor's own way gives its archive a random name, which no two trials share.
-        """
+        """Copy a directory of the sandbox, without what patterns of tar exclude; Harbor's archive has a random name."""
         await self._download(source_dir, Path(target_dir), exclude)
 
     async def service_download_file(

@@ -1,7 +1,7 @@
 """Builds the images that tasks describe by a Dockerfile, once for each content.
 
 The name of an image says what it was built from: the Dockerfile, its arguments, and every file of its context. So
-trials of a task share an image, whichever of them comes first, and a changed Dockerfile is another environment.
+trials of a task share an image, and a changed Dockerfile is another environment.
 """
 
 import os
@@ -9,12 +9,13 @@ import shutil
 import stat
 import subprocess
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from forkpoint.compose_errors import ComposeFileError, Reason
+from forkpoint.compose_mounts import below
 
 REPOSITORY = "forkpoint-build"
 """The name of all images that are built here; the tag says what of."""
@@ -45,21 +46,11 @@ class ImageBuilder:
     """Builds images for tasks of one directory, with `docker`, or with `buildah` where that is missing."""
 
     def __init__(self, folder: Path, *, confined: bool = True, timeout_s: float = BUILD_S) -> None:
-        """Create a builder.
-
-        Args:
-            folder: The directory that relative paths begin at.
-            confined: Whether everything must be below that directory, because its files are a stranger's.
-            timeout_s: Longest time that a build takes.
-        """
+        """Create a builder for paths relative to a folder, and below it if `confined`, because a stranger's."""
         self._folder, self._confined, self._timeout_s = folder, confined, timeout_s
 
     def __call__(self, build: Any = ".") -> str:
-        """Return the image that a member `build` of a compose file describes; build it unless it exists.
-
-        Raises:
-            ComposeFileError: It cannot be built; the message says how to bring an image.
-        """
+        """Return the image of a `build` of a compose file; build it unless it exists. Raises ComposeFileError."""
         read = self._read(build if isinstance(build, dict) else {"context": str(build)})
         name = f"{REPOSITORY}:{_digest(read)[:24]}"
         with _locks.setdefault(name, threading.Lock()):
@@ -150,7 +141,7 @@ def _digest(build: _Build) -> str:
     digest = sha256()
     for part in (build.dockerfile, repr(sorted(build.args.items())).encode(), build.target.encode()):
         digest.update(b"%d\0%s" % (len(part), part))
-    for path in sorted(_below(build.context)):
+    for path in sorted(below(build.context)):
         status = path.lstat()
         digest.update(f"{path.relative_to(build.context)}\0{status.st_mode:o}\0".encode(errors="surrogateescape"))
         if stat.S_ISLNK(status.st_mode):
@@ -161,8 +152,3 @@ def _digest(build: _Build) -> str:
                 while piece := opened.read(_READ_BYTES):
                     digest.update(piece)
     return digest.hexdigest()
-
-
-def _below(folder: Path) -> Iterable[Path]:
-    for at, folders, names in os.walk(folder):
-        yield from (Path(at, name) for name in (*folders, *names))

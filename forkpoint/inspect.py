@@ -319,11 +319,7 @@ def _built(dockerfile: Path) -> str:
 
 
 def _composed(file: Any, name: str, folder: Path | None = None) -> ForkpointConfig:
-    """Return the environment that a compose file describes; as in Inspect, paths of an object begin here.
-
-    Raises:
-        ValueError: A sandbox cannot be what the file describes.
-    """
+    """Return the environment of a compose file, whose paths begin here, as in Inspect. Raises ValueError."""
     folder = folder or Path.cwd()
     try:
         default = default_of(file)

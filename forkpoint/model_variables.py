@@ -20,13 +20,7 @@ _INSIDE = "forkpoint"
 
 @dataclass(frozen=True, slots=True)
 class ModelVariables:
-    """Where the model of an agent is.
-
-    Attributes:
-        upstream: Its URL, without the version.
-        headers: Headers with its key.
-        env: The agent's variables: `{model}` in place of the URL, and no key of anybody's.
-    """
+    """Where the model of an agent is: its URL, headers with its key, and variables with `{model}` for the URL."""
 
     upstream: str
     headers: Mapping[str, str]

@@ -1,7 +1,7 @@
 """Commands that run in a shell of their own, on a rollout whose shell keeps its state. Pure.
 
 Harnesses expect `docker exec`: directory, variables, user and standard input belong to one command. The line that this
-module returns runs such a command in a subshell of the rollout's session, which stays as it is.
+module returns runs it in a subshell of the rollout's session, which stays as it is.
 """
 
 import base64
@@ -26,14 +26,8 @@ def line_of(
 ) -> str:
     """Return a line for bash, or for any POSIX shell, that runs a program in a subshell.
 
-    Args:
-        argv: The program and its arguments.
-        cwd: Its working directory, absolute or relative to that of the session; None for the session's.
-        env: Variables beyond those of the session.
-        user: Name of its user; None for the session's user.
-        stdin: Its standard input, which becomes part of the line; None for `stdin_path`.
-        stdin_path: Path of a file in the sandbox that is its standard input; None for an empty one.
-        posix: Whether any POSIX shell can run the line. Such a line has no `user`.
+    None is the session's directory and user, and no standard input; `stdin` becomes part of the line, `stdin_path` is a
+    file in the sandbox. A line for any POSIX shell (`posix`) has no `user`.
     """
     words = list(argv)
     if user is not None and user not in _ROOT:

@@ -27,18 +27,10 @@ def environment_of(
     build: Callable[[Any], str] | None = None,
     note: Callable[[str], object] = lambda _: None,
 ) -> dict[str, Any]:
-    """Return the spec of a task's environment. Builds its images unless they exist.
+    """Return the spec of a task's `environment`, directory and table of task.toml; build its images.
 
-    Args:
-        folder: The directory `environment` of the task.
-        table: The table `environment` of task.toml.
-        force_build: Whether the Dockerfile counts where the table names an image, too.
-        variables: What the harness sets for compose files.
-        build: Builds what a member `build` of a compose file describes; None for Docker or buildah.
-        note: Gets a sentence for each member of a compose file that is not taken word for word.
-
-    Raises:
-        ComposeFileError: No sandbox can be this environment; the message says why.
+    With `force_build` the Dockerfile counts where the table names an image, too. `variables` are what the harness sets
+    for compose files. `build` is None for Docker or buildah. Raises ComposeFileError.
     """
     if table.get("gpus"):
         raise ComposeFileError(Reason.DEVICES, "The task needs GPUs (gpus), and a sandbox has no devices.")
@@ -87,10 +79,7 @@ def _has_dockerfile(folder: Path) -> bool:
 
 
 def _with_dockerfile(file: Any) -> Any:
-    """Return a compose file whose main service is built from the Dockerfile beside it, unless it says otherwise.
-
-    As in Harbor, the file says only what differs from that.
-    """
+    """Return a compose file whose main service, as in Harbor, is built from the Dockerfile unless it says what else."""
     services = file.get("services") if isinstance(file, dict) else None
     if not isinstance(services, dict):
         return file

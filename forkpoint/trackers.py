@@ -43,22 +43,14 @@ def to_wandb(run: Any) -> Sink:
 
 
 def to_mlflow(run_id: str | None = None) -> Sink:
-    """Return a sink that logs to MLflow.
-
-    Args:
-        run_id: The run; None for the active one.
-    """
+    """Return a sink that logs to a run of MLflow; None for the active one."""
     import mlflow
 
     return lambda figures, step: mlflow.log_metrics(dict(figures), step=step, run_id=run_id)
 
 
 def to_tensorboard(writer: Any) -> Sink:
-    """Return a sink that logs to TensorBoard.
-
-    Args:
-        writer: A `SummaryWriter` of PyTorch or tensorboardX, or a `tensorboard.summary.Writer`.
-    """
+    """Return a sink that logs to TensorBoard, by a writer of PyTorch, tensorboardX or `tensorboard.summary`."""
 
     def add(figures: Mapping[str, float], step: int) -> None:
         for name, value in figures.items():
@@ -83,10 +75,7 @@ class StepTracker:
         self._labels = dict(client.labels if labels is None else labels)
 
     def log(self, step: int) -> dict[str, float]:
-        """Log the figures of a step, and return them; empty without calls of such rollouts.
-
-        A proxy that does not answer is logged as a warning. It does not end the training.
-        """
+        """Log the figures of a step, and return them, if there are any. A proxy that does not answer is a warning."""
         try:
             total = self._client.report(by=self._by, labels={**self._labels, self._by: step}).total
         except (ForkpointError, UnreachableError) as error:

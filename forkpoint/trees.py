@@ -30,11 +30,7 @@ class Tree:
     truncated: bool
 
     def __getitem__(self, name: str) -> Node:
-        """Return a node by its name.
-
-        Raises:
-            KeyError: The tree has no such node, or it was left out.
-        """
+        """Return a node by its name. Raises KeyError if the tree has no such node, or it was left out."""
         for node in self.nodes:
             if node.id == name:
                 return node

@@ -7,21 +7,13 @@ _FILE = "address"
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the base URL of a listening socket, as a client on this machine reaches it.
-
-    Args:
-        host: The address that the socket is bound to; an unspecified one stands for loopback.
-        port: Its TCP port.
-    """
+    """Return the base URL of a listening socket for this machine: loopback for an unspecified host."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def write_address(data: Path, url: str) -> None:
-    """Write the base URL of the proxy that serves a data directory.
-
-    A full or read-only disk is no reason to stop a proxy that can answer, so the file is then left out.
-    """
+    """Write the base URL of the proxy of a data directory; a full disk is no reason to stop, and leaves it out."""
     with contextlib.suppress(OSError):
         (data / _FILE).write_text(f"{url}\n")
 

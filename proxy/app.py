@@ -48,14 +48,7 @@ def build(
     joined: "Joined | None" = None,
     share: Share | None = None,
 ) -> DataPlane:
-    """Return the whole application. The engine opens and closes with its lifespan.
-
-    Args:
-        settings: The settings.
-        drivers: The drivers by name; None creates those that the settings name.
-        joined: The cluster that this proxy is a member of; None without one.
-        share: The tasks of this worker; None for all tasks.
-    """
+    """Return the whole application, whose engine opens and closes with its lifespan; None creates the drivers."""
     if joined is not None:
         from proxy.cluster.start import member_of  # noqa: PLC0415 - psycopg is optional
 
@@ -81,15 +74,8 @@ class StartError(RuntimeError):
 def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str] = ()) -> None:
     """Serve until SIGTERM or SIGINT; the calls in flight are answered first.
 
-    Args:
-        settings: The settings.
-        inherited: The file descriptor of a listening socket that the parent process made; None to listen on the host
-            and port of the settings.
-        left_out: A sentence for each driver that is missing in the settings because it cannot run here.
-
-    Raises:
-        StartError: The port is in use, the descriptor is no listening socket, the data directory belongs to another
-            process, or a driver cannot start.
+    `inherited` is the descriptor of a socket that the parent process listens on. `left_out` has a sentence for each
+    driver that cannot run here. Raises StartError if the socket, the data directory or a driver cannot be used.
     """
     setup(settings.log_level, json=settings.log == "json")
     listener = _listen(settings) if inherited is None else _inherit(inherited)
@@ -120,11 +106,7 @@ def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str
 
 
 def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = None) -> None:
-    """Serve in this process.
-
-    Raises:
-        StartError: The data directory cannot be used, or a driver cannot start.
-    """
+    """Serve in this process. Raises StartError if the data directory cannot be used, or a driver cannot start."""
     try:
         joined = _join(settings)
         share = None if worker is None or joined is not None else worker.share
@@ -146,11 +128,7 @@ def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = 
 
 
 def _supervise(settings: Settings, listener: socket.socket, ownership: DirLock) -> None:
-    """Serve in as many processes as the settings say.
-
-    Raises:
-        StartError: A worker cannot start.
-    """
+    """Serve in as many processes as the settings say. Raises StartError if a worker cannot start."""
 
     def work(number: int, is_serving: Callable[[], None]) -> None:
         structlog.contextvars.bind_contextvars(worker=number)
@@ -211,11 +189,7 @@ def _inherit(descriptor: int) -> socket.socket:
 
 
 def _join(settings: Settings) -> "Joined | None":
-    """Become a member of the cluster that the settings name; None if they name none.
-
-    Raises:
-        StartError: The cluster cannot be joined, or the library for its database is not installed.
-    """
+    """Become a member of the cluster that the settings name, if any. Raises StartError if that is not possible."""
     if settings.cluster is None:
         return None
     try:

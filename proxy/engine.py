@@ -93,38 +93,7 @@ proxy first.
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Engine:
-    """The parts of a running proxy.
-
-    Attributes:
-        settings: The settings it was started with.
-        drivers: The drivers by name.
-        counts: Totals since the start.
-        access: The tokens, and what each may see.
-        store: The database.
-        journal: The steps that are not folded into the store yet.
-        snapshots: The snapshots on disk.
-        cache: Leases, loads and evicts snapshots within their budgets.
-        snapshot_value: Estimates what a snapshot is worth.
-        capture: Takes snapshots.
-        pool: The live sandboxes.
-        restorer: Brings sandboxes to nodes.
-        warm: Prepares sandboxes ahead of need.
-        answers: Recorded responses that are ready in memory.
-        traces: Exports spans; None if no endpoint is set.
-        executor: Runs calls and records them.
-        step: Takes rollouts through their trees.
-        walkers: Which rollouts walk which tree.
-        trees: The trees in memory.
-        tasks: The tasks in memory, and the running rollouts.
-        forgetting: Deletes nodes and tasks.
-        audit: Runs recorded calls again.
-        transfer: Exports and imports trees.
-        roots: Knows which trees are what their specs mean now.
-        last_ways: Closes idle sandboxes without losing a state.
-        gate: Decides what a member of a cluster may answer; None without a cluster.
-        share: The tasks of this worker; None for all tasks.
-        lifecycle: What happens when the engine opens and closes.
-    """
+    """The parts of a running proxy: traces and gate are None where unused, and `share` is None for all tasks."""
 
     settings: Settings
     drivers: Mapping[str, Driver]
@@ -157,10 +126,7 @@ class Engine:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Host names that requests may be sent to, against DNS rebinding; None allows any.
-
-        Any name is allowed where a token is required, because a rebound page cannot have the token.
-        """
+        """Host names that requests may be sent to, against DNS rebinding; None, with a token required, is any."""
         return None if self.access.needs_token else self.settings.names
 
     def has(self, task: str) -> bool:
@@ -180,10 +146,9 @@ class Engine:
             self.gate.edits.changed(tree, [node])
 
     async def open(self) -> None:
-        """Read back what earlier processes left, remove what a kill left half-done, and start the background work.
+        """Read back what earlier processes left, remove what a kill left half-done, start the background work.
 
-        Raises:
-            StoreError, SandboxError, OSError: The data directory or this machine cannot be used.
+        Raises StoreError, SandboxError or OSError if the data directory or this machine cannot be used.
         """
         for driver in self.drivers.values():
             await driver.open()
@@ -227,10 +192,7 @@ class Engine:
             await self.evict_snapshots()
 
     async def close_ended(self) -> None:
-        """Close the idle sandboxes in which processes of ended rollouts run.
-
-        A state that other rollouts need is kept first. A sandbox that is the only way to such a state stays.
-        """
+        """Close the idle sandboxes of ended rollouts with processes, unless one is the only way to a needed state."""
         running = {rollout.id for rollout in self.tasks.rollouts.running.values()}
         ended = [
             slot
@@ -335,18 +297,9 @@ def build_engine(
     block: int = 0,
     share: Share | None = None,
 ) -> Engine:
-    """Create the parts of an engine and connect them.
+    """Create the parts of an engine and connect them; `block` is of the store's numbers, see `StoreDatabase`.
 
-    Args:
-        settings: The settings.
-        drivers: The drivers by name.
-        gate: Decides what a member of a cluster may answer; None without a cluster.
-        block: Which block of numbers the store gives out; see `StoreDatabase`.
-        share: The tasks of this worker; None for all tasks.
-
-    Raises:
-        StoreError: The store of the data directory cannot be used.
-        SystemExit: A setting needs a library that is not installed.
+    Raises StoreError if the store cannot be used, and SystemExit if a setting needs a library that is not installed.
     """
 
     def fold(steps: list[JournalEntry]) -> None:

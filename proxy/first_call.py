@@ -14,11 +14,7 @@ SPECS: dict[str, dict[str, object]] = {
 
 
 def first_call(url: str, default_driver: str, drivers: Collection[str], *, needs_token: bool) -> str:
-    """Return a command for a first call, or what describes one where only plug-ins are started.
-
-    A shell command needs no more than a task's name if tasks are shells by default. Otherwise the command describes a
-    task of the first driver.
-    """
+    """Return a command for a first call: in a shell if that is the default, else about a task of the first driver."""
     curl = "curl -s" + (' -H "x-forkpoint-token: $FORKPOINT_TOKEN"' if needs_token else "")
     if default_driver == "local" and "local" in drivers:
         return f'try: {curl} {url}/t/demo/r/1/shell/exec -d \'{{"command": "uname -a"}}\''

@@ -1,7 +1,7 @@
 """The life of an engine: what other rooms have it do when it opens, while it is open, and when it closes.
 
 The end has stages. Each has a limit, because a service manager kills a proxy that does not stop, and its sandboxes'
-states with it. What is cut off costs time and no answer, as a kill does: a call that is cut off is not recorded.
+states with it. What is cut off costs time and no answer: a call that is cut off is not recorded.
 """
 
 import asyncio
@@ -27,13 +27,7 @@ UNFINISHED = "unfinished"
 
 @dataclass(frozen=True, slots=True)
 class BackgroundWork:
-    """Work that the engine repeats while it is open.
-
-    Attributes:
-        name: Names the work in log lines.
-        every_s: Seconds between the end of one run and the start of the next.
-        work: One run. A failure is logged and counted, and the next run comes as usual.
-    """
+    """Work that the engine repeats while it is open, `every_s` after the end of a run; a failed one is logged."""
 
     name: str
     every_s: float
@@ -45,7 +39,6 @@ class Lifecycle:
     """How far the engine has come, and what other rooms want done at its stages.
 
     Attributes:
-        ready: Whether calls can be answered: the engine is open.
         closing: Set when the engine begins to close. What would never end by itself waits for it.
         background: Repeated while the engine is open. Rooms append their work before `Engine.open`.
         at_open: Awaited when the engine has opened, before it answers calls.
@@ -66,11 +59,7 @@ class Lifecycle:
     _running: TaskOwner = field(default_factory=TaskOwner)
 
     def start(self, failed: Callable[[str, Exception], None]) -> None:
-        """Start the background work.
-
-        Args:
-            failed: Called with the name of a work and the error of a run that failed.
-        """
+        """Start the background work; `failed` is called with its name and the error of a run."""
         for work in self.background:
             self._running.spawn(work.name, _repeat(work, failed))
 
@@ -87,30 +76,16 @@ class Lifecycle:
 
 
 class EngineEnd:
-    """The stages of the end of an engine. None of them can keep the next one from its work.
-
-    Attributes:
-        errors: What stages raised.
-    """
+    """The stages of the end of an engine. None of them can keep the next one from its work."""
 
     def __init__(self, failed: Callable[[str], None]) -> None:
-        """Begin the end.
-
-        Args:
-            failed: Called with the kind of failure of a stage that was cut off.
-        """
+        """Begin the end; `failed` is called with the kind of failure of a stage that was cut off."""
         self.errors: list[BaseException] = []
         self._failed = failed
         self._stages = TaskOwner()
 
     async def stage(self, name: str, work: Coroutine[Any, Any, object], *, within_s: float = STAGE_S) -> None:
-        """Carry out a stage. After its time it is cancelled, and the log says what the proxy still waited for.
-
-        Args:
-            name: Names the stage in the log.
-            work: What the stage does.
-            within_s: How long it may take.
-        """
+        """Carry out a stage. After its time it is cancelled, and the log says what the proxy still waited for."""
         running = self._stages.spawn(name, work, awaited=True)
         try:
             # Not `asyncio.timeout`: work that does not end when it is cancelled is not waited for.

@@ -48,12 +48,7 @@ class _BestEffort(io.TextIOBase):
 
 
 def setup(level_name: str, *, json: bool) -> None:
-    """Configure logging for this process, the web server's own messages included.
-
-    Args:
-        level_name: The least severe level that is logged: debug, info, warning or error.
-        json: Log one JSON object per line instead of coloured text.
-    """
+    """Configure logging for this process, the web server's too, from a least severe level on."""
     level = logging.getLevelNamesMapping()[level_name.upper()]
     shared: list[structlog.types.Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -14,11 +14,7 @@ _NAME = re.compile(NAME_PATTERN)
 
 
 def named(kind: str, text: str) -> str:
-    """Return the name of a task or rollout, which must match `NAME_PATTERN`.
-
-    Raises:
-        RefusalError: 400, the text does not match.
-    """
+    """Return a task's or rollout's name that matches `NAME_PATTERN`. Raises RefusalError (400)."""
     if _NAME.match(text) is None or text.endswith("\n"):
         raise RefusalError(
             400,

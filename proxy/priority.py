@@ -1,9 +1,9 @@
 """The scheduling of the proxy's threads: the event loop answers hits, so it runs before what misses have started.
 
-Theory of operation. A CPU that runs a sandbox's process does not change to the event loop at once when a request
-arrives: Linux lets a process finish its slice of 1.4 to 3 ms first, and looks at that only with the timer, each 1 to
-4 ms. A thread with a shorter slice is not kept waiting (Linux 6.12 and later), and one with a lower niceness gets the
-CPU more often. The control group of sandboxes has a smaller weight, but no weight shortens the wait for a slice.
+A CPU that runs a sandbox's process does not change to the event loop at once when a request arrives: Linux lets a
+process finish its slice first, and looks at that only with the timer. A thread with a shorter slice is not kept waiting
+(Linux 6.12 and later), and one with a lower niceness gets the CPU more often. The control group of sandboxes has a
+smaller weight, but no weight shortens the wait for a slice.
 
 Threads of the proxy hold the interpreter's lock at times. One that had to wait for a CPU meanwhile would keep the event
 loop waiting, so they are scheduled alike.
@@ -34,13 +34,9 @@ With -5, the slowest percent of hits waits twice as long beside misses. With -15
 
 
 def raise_session(file: Path = Path("/proc/self/autogroup")) -> None:
-    """Let this session run before others where Linux divides the CPU among sessions. 0.1 ms.
+    """Let this session run before others where Linux divides the CPU among sessions (proc_pid_autogroup(5)).
 
-    It changes nothing if the session is another process's, such as a terminal's shell, or if the process or the session
-    was given a niceness.
-
-    Args:
-        file: The session's niceness (proc_pid_autogroup(5)).
+    It changes nothing if the session is another process's, or if the process or the session was given a niceness.
     """
     if os.getsid(0) == os.getpid() and os.getpriority(os.PRIO_PROCESS, 0) == 0:
         # The kernel may have no autogroups, and a negative niceness needs CAP_SYS_NICE.
@@ -50,10 +46,7 @@ def raise_session(file: Path = Path("/proc/self/autogroup")) -> None:
 
 
 def go_first() -> None:
-    """Let this thread run before other processes, as far as its rights and the kernel allow. 10 us.
-
-    Processes that it forks, and so all sandboxes, are scheduled as usual.
-    """
+    """Let this thread, but not processes that it forks, run before others, as far as rights and kernel allow."""
     own = os.getpriority(os.PRIO_PROCESS, 0)
     for niceness in (NICENESS if own == 0 else own, own):
         # Without CAP_SYS_NICE, as in most containers, the slice alone.

@@ -37,10 +37,6 @@ class Problem:
     """Problem details of one response (RFC 9457).
 
     Attributes:
-        status: The HTTP status.
-        slug: Names the problem in its type and in metrics.
-        title: A short, conventional title.
-        detail: What was wrong with which value, and what to do.
         retry_after_s: When a retry makes sense, in seconds; None if it does not.
         infrastructure: Whether the proxy or its machine failed, and not the request.
         code: The JSON-RPC error code that a dialect chose; 0 for none.

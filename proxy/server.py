@@ -25,12 +25,7 @@ GRACE_S = 30
 
 
 def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Server:
-    """Return the web server of an application; the caller runs it on a listening socket.
-
-    Args:
-        application: The application.
-        worker: This process among the workers of the proxy; None if it has no others.
-    """
+    """Return the web server of an application, for a listening socket; the worker is None without others."""
     # A cluster's members answer together what names no task.
     others = application.others
     joined = application if others is None else AllWorkers(application, others)

@@ -238,16 +238,7 @@ class Settings(BaseSettings):
 
     @classmethod
     def load(cls, config: Path | None = None, **options: object) -> "Settings":
-        """Return the settings.
-
-        Args:
-            config: A TOML file; None for none.
-            options: Settings by name; None means that the option was not given.
-
-        Raises:
-            ValueError: A value is not allowed, a name is unknown, or the file is not TOML.
-            OSError: The file cannot be read.
-        """
+        """Return the settings of a TOML file and of options (None: not given). Raises ValueError or OSError."""
         source = None if config is None else config.resolve(strict=True)
         given = {name: value for name, value in options.items() if value is not None}
         return _with_file(source)(**given)  # type: ignore[arg-type]

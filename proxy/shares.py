@@ -8,12 +8,7 @@ from proxy.refusals import RefusalError
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The tasks of one worker. A data directory is divided by this rule, so the rule must never change.
-
-    Attributes:
-        number: Number of the worker, from 0.
-        of: Number of workers.
-    """
+    """The tasks of worker `number`, from 0, of so many. Data is divided by this rule, so it must never change."""
 
     number: int
     of: int
@@ -27,11 +22,7 @@ class Share:
         return self.worker_of(name) == self.number
 
     def require(self, task: str) -> None:
-        """Check that this worker has a task. Connections are given to the right worker before their requests are read.
-
-        Raises:
-            RefusalError: 421, another worker has it. The request came behind one of another task in one connection.
-        """
+        """Raise RefusalError (421) if another worker has a task, behind one of ours in the same connection."""
         if not self.has(task):
             raise RefusalError(
                 421, "other-worker",

@@ -1,4 +1,4 @@
-"""A model whose every word is written before, with the three APIs of today's harnesses, streamed or whole.
+"""A model whose every word is written before, with the four APIs of today's harnesses, streamed or whole.
 
 The URL begins with `/{who}/{turn}`: that is the model of one rollout, which says something of its own at one turn.
 Ids, chunks and usage are drawn at random, as engines draw them.
@@ -74,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
         said = _SHAPES[next(end for end in _SHAPES if path.partition("?")[0].endswith(end))]
         say = self.server.say_whole or (lambda number, who: self.server.say(number, who if number == int(turn) else ""))
         events, whole = said(body, lambda number: say(number, who))
-        if body.get("stream"):
+        if body.get("stream") or ":stream" in path:
             self._send(200, "text/event-stream; charset=utf-8", b"".join(map(_sse, events)))
         else:
             self._send(200, "application/json", json.dumps(whole).encode())
@@ -114,6 +114,7 @@ def _pieces(text: str) -> list[str]:
 
 def _tool(body: dict[str, Any], names: list[str]) -> dict[str, Any] | None:
     tools = [tool.get("function", tool) for tool in body.get("tools", [])]
+    tools += [tool for each in tools for tool in each.get("functionDeclarations", [])]
     return next((tool for name in names for tool in tools if tool.get("name") == name), None)
 
 
@@ -150,14 +151,18 @@ def _anthropic(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
 
 
 def _chat(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
-    tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash"])
-    command = say(sum(message["role"] == "assistant" for message in body["messages"])) if tool else None
+    tool = _tool(body, ["bash", "run_shell_command", "shell", "execute_bash", "terminal"])
+    # Qwen Code puts words of its own into the model's mouth.
+    command = say(sum("tool_calls" in message for message in body["messages"])) if tool else None
     chunk = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": DRAWN.randint(1, 1 << 31), "model": body["model"]}
+    # What llama.cpp and Cerebras say of how long they took.
+    chunk |= {"timings": {"predicted_ms": DRAWN.random()}, "time_info": {"total_time": DRAWN.random()}}
     if command is None or tool is None:
         message: dict[str, Any] = {"role": "assistant", "content": "all done" if tool else "A task"}
         deltas: list[dict[str, Any]] = [{"content": piece} for piece in _pieces(message["content"])]
     else:
-        given = json.dumps({"command": command, "description": "a step"})
+        about = {"description": "a step"} if "description" in tool.get("parameters", {}).get("properties", ()) else {}
+        given = json.dumps({"command": command, **about})
         call = {"index": 0, "id": f"call_{uuid.uuid4().hex[:20]}", "type": "function"}
         function = {"name": tool["name"], "arguments": given}
         message = {"role": "assistant", "content": None, "tool_calls": [{**call, "function": function}]}
@@ -208,4 +213,29 @@ def _responses(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[
     return [(str(e["type"]), {**e, "sequence_number": i}) for i, e in enumerate(events)], whole
 
 
-_SHAPES = {"/messages": _anthropic, "/chat/completions": _chat, "/responses": _responses}
+def _google(body: dict[str, Any], say: Callable[[int], str | None]) -> tuple[Events, Any]:
+    tool = _tool(body, ["run_shell_command", "bash"])
+    turns = sum("functionCall" in part for content in body["contents"] for part in content["parts"])
+    command = say(turns) if tool else None
+    parts: list[dict[str, Any]]
+    if command is None or tool is None:
+        whole: dict[str, Any] = {"text": "all done" if tool else "A task"}
+        parts = [{"text": piece} for piece in _pieces(whole["text"])]
+    else:
+        given = {"command": command, "description": "a step"}
+        whole = {"functionCall": {"name": tool["name"], "args": given, "id": f"call_{uuid.uuid4().hex[:20]}"}}
+        whole["thoughtSignature"] = uuid.uuid4().hex
+        parts = [whole]
+    # Some engines end a stream with its last words, others after them.
+    parts += [{"text": ""}] if "text" in whole and DRAWN.random() < 0.5 else []
+    usage = {"promptTokenCount": 9, "candidatesTokenCount": DRAWN.randint(1, 99), "totalTokenCount": 100}
+    common = {"responseId": uuid.uuid4().hex, "modelVersion": "scripted", "usageMetadata": usage}
+    streamed: list[dict[str, Any]] = [{"content": {"role": "model", "parts": [part]}, "index": 0} for part in parts]
+    streamed[-1]["finishReason"] = "STOP"
+    at_once = {"content": {"role": "model", "parts": [whole]}, "index": 0, "finishReason": "STOP"}
+    return [("", {**common, "candidates": [one]}) for one in streamed], {**common, "candidates": [at_once]}
+
+
+_SHAPES = {
+    "/messages": _anthropic, "/chat/completions": _chat, "/responses": _responses, "enerateContent": _google,
+}  # fmt: skip

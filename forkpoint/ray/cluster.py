@@ -31,12 +31,7 @@ class RayError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class NodeProxy(ProxyState):
-    """The proxy of one node, and what `ProxyState` says of it.
-
-    Attributes:
-        node: Ray's ID of the node.
-        address: The node's address.
-    """
+    """The proxy of one node, by Ray's ID of the node and its address, and what `ProxyState` says of it."""
 
     node: str
     address: str
@@ -44,14 +39,7 @@ class NodeProxy(ProxyState):
 
 @contextmanager
 def connected(address: str = "auto") -> Iterator[None]:
-    """Be a driver of a running Ray cluster within the block, as the commands are.
-
-    Args:
-        address: The cluster's address; "auto" for that in RAY_ADDRESS, or the cluster that runs on this machine.
-
-    Raises:
-        RayError: No cluster answers there.
-    """
+    """Be a driver of the Ray cluster of RAY_ADDRESS or this machine ("auto") in the block. Raises RayError."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -100,11 +88,7 @@ def up(*, within_s: float = 120.0, **settings: object) -> list[NodeProxy]:
 
 
 def down() -> None:
-    """End the proxies of all nodes, and all actors of ours. Calls in flight are answered first. Idempotent.
-
-    Raises:
-        RayError: Ray is not initialised, or an actor does not end.
-    """
+    """End all proxies and actors of ours; calls in flight are answered first. Idempotent. Raises RayError."""
     _require_ray()
     controller = find(CONTROLLER)
     if controller is not None:
@@ -128,24 +112,13 @@ def down() -> None:
 
 
 def nodes() -> list[NodeProxy]:
-    """Return the proxies of all nodes that have one. Asks each, which takes up to 2 s where one does not answer.
-
-    Raises:
-        RayError: Ray is not initialised.
-    """
+    """Return the proxies of all nodes that have one, asking each. Raises RayError if Ray is not initialised."""
     _require_ray()
     return _proxies(living())
 
 
 def base_url(within_s: float = 60.0) -> str:
-    """Return the base URL of the proxy on the node of this worker or driver. Costs about 2 ms; it stays the same.
-
-    Args:
-        within_s: Seconds to wait for the proxy of a node that has just joined.
-
-    Raises:
-        RayError: Ray is not initialised, `up` was not called, or this node has no proxy.
-    """
+    """Return the base URL of the proxy on this node, which gets `within_s` if it has just joined. Raises RayError."""
     _require_ray()
     node = ray.get_runtime_context().get_node_id()
     deadline = time.monotonic() + within_s
@@ -218,7 +191,6 @@ def _sentence(error: ValueError) -> str:
 
 
 def _all_ready(within_s: float) -> list[NodeProxy]:
-    """Wait until the proxy of each living node answers."""
     deadline = time.monotonic() + within_s
     while True:
         waiting = living()
@@ -238,11 +210,7 @@ def _all_ready(within_s: float) -> list[NodeProxy]:
 
 
 def _proxies(addresses: Mapping[str, str]) -> list[NodeProxy]:
-    """Ask the actors of all nodes at once. Some node's proxy may be missing, or its node may be gone.
-
-    Args:
-        addresses: The addresses of the living nodes, by their IDs.
-    """
+    """Ask the actors of all nodes, by ID and address, at once; a node, or its proxy, may be gone."""
     pending = [(node, actor.state.remote()) for node, name in named() if (actor := find(name)) is not None]
     return [NodeProxy(**asdict(_state(state)), node=node, address=addresses.get(node, "")) for node, state in pending]
 

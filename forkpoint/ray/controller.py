@@ -25,10 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Controller:
-    """Makes a proxy actor on each living node that has none, until `stop`.
-
-    It remembers nothing that Ray does not know, so Ray may make it again on another node at any time.
-    """
+    """Makes a proxy actor on each living node that has none, until `stop`; Ray may make the controller again."""
 
     def __init__(self, plan: ProxyPlan) -> None:
         self._plan = plan
@@ -76,10 +73,7 @@ class Controller:
 
 
 def _with_plan(plan: ProxyPlan) -> type[ProxyActor]:
-    """Return the class of proxy actors that have a plan.
-
-    It is no argument of the constructor, because Ray loads libraries before it reads an argument; see `load_little`.
-    """
+    """Return the class of actors with a plan: Ray loads libraries before it reads an argument; see `load_little`."""
 
     class PlannedActor(ProxyActor):
         def __init__(self) -> None:

@@ -1,9 +1,8 @@
 """The actor of one node: it holds the listening socket of the node's proxy, and runs the proxy as its child.
 
-Theory of operation. Connections wait in the socket while there is no proxy, so a proxy that dies refuses none. One
-thread starts the proxy and waits for its end, again and again. The proxy ends when that thread ends, because the kernel
-then sends it SIGTERM (`forkpoint serve --parent`). So the thread lives as long as the actor's process. This module does
-not import Ray, and only little else, because it decides how much memory the actor takes.
+Connections wait in the socket while there is no proxy, so a proxy that dies refuses none. One thread starts the proxy
+and waits for its end, again and again. The kernel sends the proxy SIGTERM when that thread ends (`forkpoint serve
+--parent`), so it lives as long as the actor's process. This module imports little, and not Ray, to save memory.
 """
 
 import http.client
@@ -46,7 +45,6 @@ class ProxyPlan:
     """What runs on each node; it is the same on all of them.
 
     Attributes:
-        host: The address that proxies listen on.
         port: Their TCP port; 0 for a free one. A further node on the same machine takes the next number.
         data: The directory on each machine below which each node has its own; None for one in `/var/tmp`.
         settings: The settings of the proxies, as environment variables. They may hold secrets.
@@ -62,17 +60,7 @@ class ProxyPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProxyState:
-    """What runs on one node.
-
-    Attributes:
-        url: Base URL of the proxy for processes of this node; None before the socket listens.
-        pid: Process id of the proxy; None if none runs.
-        ready: Whether it answers.
-        starts: How often it was started.
-        failures: How often in a row it did not start or ended; 0 once it is ready.
-        problem: Why it did not start, or why it ended, the last time; empty if it is ready.
-        log: The file with the proxy's log; None before there is one.
-    """
+    """What runs on one node: no URL before the socket listens, and the `failures` in a row, with the last `problem`."""
 
     url: str | None
     pid: int | None
@@ -102,11 +90,7 @@ class _Place:
 
 
 def load_little() -> None:
-    """Keep Ray's worker process, which must be our actor's alone, from loading libraries of values that we never pass.
-
-    Ray loads them where they are installed, when it reads the first argument or writes the first result. They take
-    38 MB.
-    """
+    """Keep Ray's worker process, our actor's alone, from loading 38 MB of libraries for values that we never pass."""
     for name in ("numpy", "pyarrow"):
         sys.modules.setdefault(name, None)  # type: ignore[arg-type] # such a module counts as not installed
 
@@ -170,7 +154,6 @@ class ProxyActor:
             self._stopped.wait(wait_s)
 
     def _serve_once(self) -> None:
-        """Start the proxy, and return when it has ended."""
         if self._place is None:
             self._place = _take_place(self._plan, self._stopped)
         place = self._place
@@ -211,12 +194,8 @@ def _take_place(plan: ProxyPlan, stopped: threading.Event) -> _Place:
     """Own a directory of this machine, and listen.
 
     The name is the host's. Actors of further nodes on the same machine get the next names and ports. The kernel
-    releases a directory when its actor dies, so the actor that comes after it gets the same name, port and data. It
-    waits for the proxy of that actor, which may still answer its last calls.
-
-    Raises:
-        SandboxError: The directory or the port cannot be used, or this actor was stopped while it waited.
-        OSError: The directory cannot be made.
+    releases a directory when its actor dies, so the next actor gets the same name, port and data. It waits for the
+    proxy of that actor, which may still answer its last calls. Raises SandboxError or OSError.
     """
     base = _base_directory(plan)
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:58]
@@ -277,7 +256,6 @@ def _is_ready(url: str) -> bool:
 
 
 def _last_line(log: Path) -> str:
-    """Return the last line of a log that is not empty, up to 500 characters."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]

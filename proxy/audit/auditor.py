@@ -1,7 +1,5 @@
 """Audits: recorded calls run again in fresh sandboxes, and their answers and states compared with the records.
 
-Theory of operation:
-
 1. What is checked. On demand, a random sample of the calls below a node (`begin`). In the background, a share of the
    hits that rollouts were answered with (`sample_hits`, `work`). The two are counted apart, because they estimate two
    rates: wrong records, and wrong answers.
@@ -103,10 +101,9 @@ class Auditor:
     ) -> None:
         """Create an auditor that does nothing until a hit is sampled or an audit is requested.
 
-        `busy` returns how many calls of rollouts are in flight, and `find` a tree by its number, if it is in memory.
-        Only trees that `roots` knows as current are audited. `share` of the hits, from 0 to 1, are checked in the
-        background. With `quarantine`, the calls that differ run again for every rollout. The gate learns of each
-        finding; None without a cluster.
+        `busy` counts the calls of rollouts in flight, and `find` returns a tree in memory by its number. A `share` of
+        the hits, from 0 to 1, is checked in the background. With `quarantine`, calls that differ run again for every
+        rollout.
         """
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots
@@ -121,11 +118,9 @@ class Auditor:
     def begin(
         self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None, before: float = math.inf
     ) -> Tally:
-        """Start to check a sample of the calls recorded at the node `top` of a task's tree and below it.
+        """Start to check a sample, drawn by a seed, of the calls below the node `top` that were recorded `before`.
 
-        A sample of None checks all calls. A seed draws the same sample again; None draws another each time. Only calls
-        are checked that were recorded `before` a time, in seconds since 1970. The returned tally grows while the audit
-        runs. Raises RefusalError (409) if an audit of this tree is running.
+        A sample of None checks all. The returned tally grows. Raises RefusalError (409) if an audit of the tree runs.
         """
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
@@ -306,10 +301,7 @@ class Auditor:
             self._store.audits.add(tree.id, kind, tally.checked, tally.differing, tally.unreachable)
 
     async def _wait_for_sandbox(self, patience_s: float | None) -> None:
-        """Wait until a sandbox can be created that nothing else needs.
-
-        Raises OverloadedError if there was none in time.
-        """
+        """Wait until a sandbox can be created that nothing else needs, or raise OverloadedError."""
         await self._wait_until_idle(patience_s)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + _SANDBOX_WAIT_S

@@ -21,8 +21,7 @@ class Interval:
 def clopper_pearson(differing: int, checked: int) -> Interval:
     """Return the exact (Clopper-Pearson) interval of the rate behind a sample; from 0 to 1 if nothing was checked.
 
-    The exact interval covers the true rate at least as often as it states, for every rate and sample size. Wilson's is
-    shorter, but covers less than stated for rates near 0, which are the rates that matter here.
+    Wilson's is shorter, but covers less than stated for rates near 0, which are the rates that matter here.
     """
     if checked == 0:
         return Interval(0.0, 1.0)

@@ -32,12 +32,7 @@ KNOWN: dict[MaskName, tuple[str, ...]] = {
 
 
 class Masks(BaseModel):
-    """A task's masks.
-
-    Attributes:
-        masks: Names of built-in masks.
-        patterns: Regular expressions of the task's own, at most 50, in the syntax of RE2.
-    """
+    """A task's masks: names of built-in ones, and at most 50 `patterns` of its own in the syntax of RE2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

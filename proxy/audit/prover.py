@@ -1,8 +1,8 @@
 """Proofs: states are replayed once before their snapshots are evicted, in the background.
 
 A snapshot may be evicted only if another way to its state is known to work (`snapshots.policy.victims`). A replay that
-nobody needed yet is therefore made here, when a budget is exceeded and `SnapshotCache.fit` waits for it. If the replay
-reaches another state (a random number, the time), the snapshot stays as long as a rollout needs it.
+nobody needed yet is made here, when a budget is exceeded and `SnapshotCache.fit` waits for it. If it reaches another
+state (a random number, the time), the snapshot stays as long as a rollout needs it.
 """
 
 import math
@@ -44,12 +44,7 @@ class Prover:
         evict: Callable[[], Awaitable[int]],
         busy: Callable[[], int],
     ) -> None:
-        """Create a prover that does nothing until a budget is exceeded.
-
-        `snapshots` returns a snapshot by its id; None if it is gone. `find` returns the tree and the node of two
-        numbers; None if either is gone. `evict` evicts what has been proven. `busy` returns how many calls of rollouts
-        are in flight.
-        """
+        """Create a prover that does nothing until a budget is exceeded; `busy` counts calls in flight."""
         self._restorer, self._cache, self._snapshots, self._find = restorer, cache, snapshots, find
         self._evict, self._busy = evict, busy
         self._failures: Counter[str] = Counter()

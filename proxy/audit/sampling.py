@@ -40,10 +40,9 @@ def reaches_outside(spec: EnvironmentSpec) -> bool:
 
 
 def sample_calls(top: Node, count: int | None, randomness: random.Random, before: float = math.inf) -> list[Record]:
-    """Return a uniform sample of the calls that led to a node, or were recorded there or below.
+    """Return a uniform sample of the calls below a node, or that led to it, recorded `before` a time; None for all.
 
-    Private calls and everything below them are left out: their answers are given to no other rollout. Calls are left
-    out that were recorded at `before` or later, in seconds since 1970. A count of None returns all of the calls.
+    Private calls and everything below them are left out: their answers are given to no other rollout.
     """
     led = top.origin
     records = [] if led is None or not _is_sampled(led) or led.recorded_at >= before else [led]
@@ -67,10 +66,9 @@ def _is_sampled(record: Record) -> bool:
 
 
 def path_to(record: Record) -> ReplayPath | None:
-    """Return a path to the node where a record was made; None if no path leads there any more.
+    """Return a path from the root to the node where a record was made; None if no path leads there any more.
 
-    The path begins at the root. If a call on it is known not to reproduce its state, the path begins at the nearest
-    snapshot below that call instead.
+    After a call that is known not to reproduce its state, it begins at the nearest snapshot below instead.
     """
     steps: list[Record] = []
     for step in path(record.source):
@@ -87,12 +85,10 @@ def path_to(record: Record) -> ReplayPath | None:
 
 
 def cover(records: Iterable[Record]) -> tuple[list[tuple[ReplayPath, list[Record]]], list[Record]]:
-    """Return paths that together run all of the records again. O(records + nodes above them + steps of the paths).
+    """Return paths, the longest first, that run all of the records, with those on each; and records without one.
 
-    The deepest record takes the first path, and every other record on that path is checked along the way: an
-    observation at a node of the path, or a step of it. So the paths share as few replayed calls as possible. The
-    longest path is first, and each comes with the records that are checked on it; the second result are the records
-    without a path.
+    The deepest record takes the first path, and every other record on it (an observation, or a step) is checked along
+    the way. So the paths share as few replayed calls as possible.
     """
     pending = dict.fromkeys(records)
     depths: dict[Node, int] = {}

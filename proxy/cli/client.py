@@ -35,9 +35,8 @@ def fail(message: str) -> NoReturn:
 def proxy_url(url: str | None, data: Path | None) -> str | None:
     """Return the base URL of the proxy that a command talks to; None if no proxy serves the named directory.
 
-    `url` is the value of `--url` or FORKPOINT_URL; it wins. `data` is the value of `--data` or FORKPOINT_DATA. None
-    looks at the default directory, and then at the default port. A directory that is named has no such substitute: the
-    command could change another proxy's tasks.
+    `url` (`--url` or FORKPOINT_URL) wins over `data` (`--data` or FORKPOINT_DATA). None looks at the default directory,
+    then at the default port. A named directory has no such substitute: the command could change another proxy's tasks.
     """
     if url or data is None:
         return url or read_address(DEFAULT_DATA) or DEFAULT_URL
@@ -53,10 +52,9 @@ class ControlClient:
         self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1/", headers=self.headers)
 
     def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
-        """Send a request and return the response's JSON; None for an empty response.
+        """Return the JSON of a response, None if empty; a failed request ends the command with its error.
 
-        A failed request ends the command with the proxy's error text. The path's segments, below `/api/v1/`, are
-        quoted. `more` are arguments of `httpx.Client.request`.
+        The path's segments, below `/api/v1/`, are quoted. `more` are arguments of `httpx.Client.request`.
         """
         with self._reporting(), self._client(timeout=within_s) as client:
             response = client.request(method, _joined(path), **more)
@@ -64,11 +62,7 @@ class ControlClient:
         return response.json() if response.content else None
 
     def items(self, *path: str, most: int | None = None, **query: Any) -> Any:
-        """Return the items of a list, from as many of its pages as it takes; `most` of them, or all.
-
-        A failed request ends the command with the proxy's error text. The path's segments, below `/api/v1/`, are
-        quoted. Query parameters that are None are left out.
-        """
+        """Return the items of a list, from as many of its pages as `most` takes, or all; otherwise as `request`."""
         items: list[dict[str, Any]] = []
         sent = {name: value for name, value in query.items() if value is not None}
         while most is None or len(items) < most:
@@ -81,21 +75,17 @@ class ControlClient:
         return items
 
     def read(self, *path: str, within_s: float, **query: str) -> Any:
-        """Return the JSON of a GET request, without ending the command if it fails.
-
-        The path's segments, below `/api/v1/`, are quoted. Raises httpx.HTTPError if the proxy does not answer, or
-        refuses, and ValueError if the response is no JSON.
-        """
+        """Return the JSON of a GET request. Raises httpx.HTTPError without a response, or ValueError without JSON."""
         with self._client(timeout=within_s) as client:
             return client.get(_joined(path), params=query).raise_for_status().json()
 
     @contextmanager
-    def stream(self, method: str, *path: str, **more: Any) -> Iterator[httpx.Response]:
-        """Send a request and yield its streaming response."""
+    def stream(self, method: str, *path: str, within: str = "api/v1", **more: Any) -> Iterator[httpx.Response]:
+        """Send a request and yield its streaming response; `within` precedes the path's segments."""
         with (
             self._reporting(),
             self._client(timeout=LONG_S) as client,
-            client.stream(method, _joined(path), **more) as response,
+            client.stream(method, f"{self.url}/{within}/{_joined(path)}", **more) as response,
         ):
             if not response.is_success:
                 response.read()

@@ -31,6 +31,7 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (INSPECT, "html", data.html, "forkpoint html demo rollout.html --rollout 1"),
     (INSPECT, "top", inspecting.top, "forkpoint top --every 5"),
     (STEER, "fork", steering.fork, "forkpoint fork demo 1 variant --node n2"),
+    (STEER, "branch", steering.branch, "forkpoint branch demo 1 4 variant --upstream http://127.0.0.1:8000"),
     (STEER, "exec", steering.execute, "forkpoint exec demo n2 'ls -la'"),
     (STEER, "shell", steering.shell, "forkpoint shell demo n2"),
     (STEER, "pin", steering.pin, "forkpoint pin demo n2"),

@@ -44,10 +44,10 @@ def complete_node(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def description(title: str) -> str:
-    """Return the title of a call for a shell: an agent wrote it, and zsh evaluates the descriptions of completions.
+    """Return a call's title for a shell, with only characters that no shell interprets: an agent wrote it.
 
-    Typer escapes quotes, dollar signs and backticks, but no backslashes. A backslash before a command substitution in a
-    title would therefore run it in the user's shell. Only characters that no shell interprets stay.
+    zsh evaluates descriptions of completions, and Typer escapes no backslashes: one before a command substitution would
+    run it in the user's shell.
     """
     return shortened(" ".join(_NOT_PLAIN.sub(" ", title).split()), _TITLE)
 

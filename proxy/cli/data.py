@@ -30,18 +30,22 @@ def trajectories(
     ] = None,
     label: LabelOption = None,
     rollout: Annotated[str | None, typer.Option(help="Only rollouts of this name; needs TASK.")] = None,
+    turns: Annotated[
+        bool, typer.Option("--turns", help="A line for each turn of agents inside their sandbox; needs TASK.")
+    ] = False,
     answer_bytes: Annotated[
         int | None, typer.Option(help="Longest answer in bytes; longer ones are cut.", min=0, show_default="1048576")
     ] = None,
     json: JsonOption = False,
 ) -> None:
     """Write rollouts as training data: messages with tool calls, answers, timings, labels and rewards."""
-    if rollout is not None and task is None:
-        raise typer.BadParameter("needs TASK.", param_hint="--rollout")
-    if str(file) == "-" and format not in (None, "jsonl"):
-        raise typer.BadParameter("stdout takes jsonl only.", param_hint="--format")
+    if (rollout is not None or turns) and task is None:
+        raise typer.BadParameter("needs TASK.", param_hint="--turns" if turns else "--rollout")
+    if (turns or str(file) == "-") and format not in (None, "jsonl"):
+        raise typer.BadParameter("stdout and --turns take jsonl only.", param_hint="--format")
+    format = "jsonl" if turns else format  # noqa: A001 - the option's name
     path = ["trajectories"] if task is None else ["tasks", task, "trajectories"]
-    query = {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label or []}
+    query = {**given(rollout=rollout, answer_bytes=answer_bytes, turns=turns or None), "label": label or []}
     try:
         with proxy.stream("GET", *path, params=query) as response:
             rollouts = _Rollouts(response)
@@ -58,7 +62,7 @@ def trajectories(
     except OSError as error:
         fail(f"{file} cannot be written: {error}. Choose another file.")
     if json:
-        print_json({"file": str(file), "rollouts": rollouts.count}, beside=file)
+        print_json({"file": str(file), "turns" if turns else "rollouts": rollouts.count}, beside=file)
 
 
 def html(
@@ -112,7 +116,6 @@ class _Rollouts:
         self.count = 0
 
     def chunks(self) -> Iterator[bytes]:
-        """Yield the bytes of the response."""
         with items_bar("rollouts", total_of(self._response)) as advance:
             for chunk in self._response.iter_bytes(CHUNK):
                 yield chunk

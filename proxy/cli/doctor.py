@@ -61,11 +61,7 @@ class Requirement:
 
 
 def check(data_dir: Path, drivers: Sequence[str] = ("local",), *, checkpoints: bool = True) -> list[Requirement]:
-    """Check this machine for these drivers, and have each of them run a trial. Removes what it created.
-
-    The directory of the store and the snapshots need not exist. `checkpoints` is the setting of this name: whether CRIU
-    is used if it works.
-    """
+    """Check this machine for these drivers, run a trial of each, and remove what it created."""
     results = [*_platform()]
     if not all(requirement.ok for requirement in results):
         return results
@@ -202,10 +198,7 @@ def _criu() -> Requirement:
 
 
 def _other_users() -> Iterator[Requirement]:
-    """Check whether CRIU may save a process of another user, as a server's workers are; only root has any.
-
-    It reads the process's limits (prlimit(2)), which needs CAP_SYS_RESOURCE for the processes of others.
-    """
+    """Check whether CRIU may save processes of other users; their limits (prlimit(2)) need CAP_SYS_RESOURCE."""
     if os.geteuid():
         return
     name, detail = "processes of other users", "they can be checkpointed and restored"

@@ -25,11 +25,7 @@ def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> N
 
 
 def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:
-    """Print a view as JSON: what every command does with `--json`.
-
-    `beside` is the file that the command has written. If it is `-`, stdout has the file and stderr gets the JSON.
-    `one_line` is for commands that print more than one view.
-    """
+    """Print a view as JSON: what every command does with `--json`, to stderr if `beside`, a file, is `-`."""
     option = None if one_line else orjson.OPT_INDENT_2
     text = _UNSAFE.sub(_escaped, orjson.dumps(view, option=option).decode())
     typer.echo(text, err=beside is not None and str(beside) == "-")

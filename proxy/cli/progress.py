@@ -64,10 +64,7 @@ def total_of(response: httpx.Response) -> int | None:
 
 
 def download(response: httpx.Response, file: Path, title: str) -> int:
-    """Write a response to a file, which appears whole, or to stdout for `-`; return its size in bytes.
-
-    The file is for its owner only. A file that cannot be written ends the command with an error.
-    """
+    """Write a response to a private file, which appears whole, or to stdout for `-`; return its bytes."""
     draft, size = file.with_name(f"{file.name}.part"), 0
     try:
         with _writing(file, draft) as write, bytes_bar(title, total_of(response)) as advance:

@@ -2,9 +2,10 @@
 
 import sys
 import webbrowser
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import quote
 
+import orjson
 import typer
 
 from proxy.cli.client import LONG_S, ControlClient, fail
@@ -30,6 +31,49 @@ def fork(
     body = {"name": name} if node is None else {"name": name, "node": node}
     view = proxy.request("POST", "tasks", task, "rollouts", rollout, "fork", json=body)
     show(view, lambda begun: f"{begun['rollout']} begins at {begun['node']}: {begun['base_url']}", json=json)
+
+
+def branch(
+    proxy: ControlClient,
+    task: TaskArgument,
+    rollout: RolloutArgument,
+    turn: Annotated[int, typer.Argument(help="How many responses of its model are shared.", metavar="TURN", min=0)],
+    name: Annotated[str, typer.Argument(help="Name of the new rollout.", metavar="NAME")],
+    *,
+    upstream: Annotated[str, typer.Option(help="URL of the new rollout's model.")],
+    header: Annotated[
+        list[str] | None, typer.Option(help="Header for the model, such as 'x-api-key: KEY'. Repeatable.")
+    ] = None,
+    command: Annotated[str | None, typer.Option(help="Command of the agent.", show_default="the task's")] = None,
+    env: Annotated[list[str] | None, typer.Option(help="Variable of the agent: NAME=VALUE. Repeatable.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run an agent inside its sandbox from a turn of another rollout. Exits with the agent's exit code."""
+    body = {
+        "upstream": upstream, "headers": _pairs("--header", header, ":"), "command": command,
+        "env": _pairs("--env", env, "="), "parent": rollout, "turn": turn,
+    }  # fmt: skip
+    path, end = (task, "r", name, "harness"), dict[str, Any]()
+    with proxy.stream("POST", *path, within="t", json=body, timeout=None) as response:
+        for line in response.iter_lines():
+            end = orjson.loads(line)
+            if "turn" in end:
+                typer.echo(f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}", err=True)
+    if "exit" not in end:
+        fail(end["error"]["detail"] if "error" in end else "The proxy has ended the response early.")
+    if json:
+        print_json({"rollout": name, **end})
+        return
+    write_text(end["log"], sys.stdout)
+    raise typer.Exit(end["exit"])
+
+
+def _pairs(option: str, given: list[str] | None, separator: str) -> dict[str, str]:
+    """Return names and values. Raises typer.BadParameter for a text without the separator."""
+    pairs = [text.partition(separator) for text in given or []]
+    if not all(name and sign for name, sign, _ in pairs):
+        raise typer.BadParameter(f"write NAME{separator}VALUE.", param_hint=option)
+    return {name.strip(): value.strip() if separator == ":" else value for name, _, value in pairs}
 
 
 def execute(

@@ -1,7 +1,6 @@
 """A terminal in a fork of a node, in the terminal of the command. The second door to websockets.
 
-What the fork writes reaches the user's terminal as it is, as in any terminal program: an agent's files may contain
-escape sequences.
+What the fork writes reaches the user's terminal as it is, escape sequences included, as in any terminal program.
 """
 
 import contextlib
@@ -34,11 +33,7 @@ class TerminalError(RuntimeError):
 
 
 def attach(proxy: ControlClient, task: str, node: str) -> int:
-    """Connect this terminal to a shell in a fork of a node, until the shell ends.
-
-    Returns 0: the shell's own exit code is not known. Raises TerminalError if this is no terminal, or the proxy
-    refuses.
-    """
+    """Connect this terminal to a shell in a fork of a node, until it ends; return 0. Raises TerminalError."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise TerminalError("`shell` needs a terminal. For a single command use `forkpoint exec`.")
     columns, rows = shutil.get_terminal_size()

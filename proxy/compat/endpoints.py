@@ -1,7 +1,6 @@
 """Endpoints: whole APIs of other products, which have services of their own beside a dialect.
 
-They are found through entry points of the group `forkpoint.endpoints`, as dialects are: an installation without the
-Docker or the E2B endpoint does not have their entry points, and answers 404 there.
+They are entry points of the group `forkpoint.endpoints`: an installation without one answers 404 there.
 """
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -145,10 +144,6 @@ class StreamTransport:
 
 
 def make_endpoints(context: EndpointContext) -> dict[str, Endpoint]:
-    """Return every installed endpoint by its name, without those whose factory returns None.
-
-    Raises:
-        PluginError: An entry point is ambiguous or broken.
-    """
+    """Return every installed endpoint by name, unless its factory returns None. Raises PluginError for a broken one."""
     made = {name: load(ENDPOINTS, name)(context) for name in installed(ENDPOINTS)}
     return {name: endpoint for name, endpoint in made.items() if endpoint is not None}

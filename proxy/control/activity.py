@@ -1,7 +1,6 @@
 """The activity of the last hour, second by second, and streams of events to clients.
 
-No call waits for this module: it compares the totals once a second. A client that is too slow for its stream loses its
-oldest events, and a `lost` event tells it how many.
+No call waits for this module: it compares the totals once a second. A slow client loses its oldest events.
 """
 
 import asyncio
@@ -28,21 +27,7 @@ _MOVES_SHOWN = 200
 
 @dataclass(frozen=True, slots=True)
 class Second:
-    """What happened in one second, or in one step of a timeline.
-
-    Attributes:
-        at: End of the second.
-        hits: Calls answered from a tree.
-        misses: Calls that were executed and recorded.
-        waits: Calls that shared another rollout's execution.
-        bypasses: Calls whose record serves their own rollout alone.
-        replays: Calls that were replayed.
-        executed_s: Seconds that tools ran.
-        saved_s: Seconds of tool time that hits and waits saved.
-        errors: Failures of the infrastructure.
-        refusals: Requests that could not be served.
-        sandboxes: Live sandboxes at the end of the second; in a step of a timeline, the maximum.
-    """
+    """What happened in one second, or in a step of a timeline, which has the maximum of its `sandboxes`."""
 
     at: UtcTime
     hits: int = 0
@@ -116,10 +101,7 @@ class Activity:
         *,
         keep: Callable[[Second], None] = lambda _: None,
     ) -> None:
-        """Start the timeline. `keep` takes each second for longer than an hour.
-
-        `sandboxes` returns the number of live sandboxes, `rollouts` a task's running rollouts.
-        """
+        """Start the timeline. `sandboxes` and `rollouts` count what runs now; `keep` takes each second for longer."""
         self._counts, self._sandboxes, self._rollouts, self._keep = counts, sandboxes, rollouts, keep
         self.max_listeners = _MAX_LISTENERS
         self._last = totals(counts)
@@ -187,10 +169,7 @@ class Activity:
 
 
 def timeline(seconds: list[Second], *, span_s: int, step_s: int) -> list[Second]:
-    """Return the last `span_s` seconds in steps of `step_s`, oldest first (pure).
-
-    Counts are added up; `sandboxes` is the maximum of the step.
-    """
+    """Return the last `span_s` seconds in steps of `step_s`, oldest first (pure)."""
     steps: list[Second] = []
     chosen = seconds[-span_s:]
     for start in range(0, len(chosen), step_s):

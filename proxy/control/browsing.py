@@ -20,13 +20,7 @@ _ROLLOUTS_NAMED = 5
 
 
 class NodeBrief(NodeFacts):
-    """A node in one line. It names at most five rollouts.
-
-    Attributes:
-        title: Its call as text, cut to 200 characters.
-        observations: Number of calls recorded here that did not change the state.
-        standing: Number of running rollouts at this node.
-    """
+    """A node in one line, with at most five names of rollouts and the number of those `standing` here."""
 
     title: str
     observations: int
@@ -34,14 +28,7 @@ class NodeBrief(NodeFacts):
 
 
 class Chain(BaseModel):
-    """A chain: a child node and its only descendants, up to where the tree branches or ends.
-
-    Attributes:
-        nodes: The first `fold` nodes of the chain.
-        length: Number of nodes in the whole chain.
-        last: The last node of the chain, which `nodes` may not contain.
-        below: Totals of the subtree of the first node.
-    """
+    """A chain: a child node and its only descendants, the first `fold` of them in `nodes`, and their `last`."""
 
     nodes: list[NodeBrief]
     length: int
@@ -50,13 +37,7 @@ class Chain(BaseModel):
 
 
 class ChildrenView(Page[Chain]):
-    """One page of a node's children, each with the chain that it begins.
-
-    Attributes:
-        task: Name of the task.
-        node: The node.
-        below: Totals of the node's subtree.
-    """
+    """One page of a node's children, each with the chain that it begins; `below` are totals of the subtree."""
 
     task: str
     node: NodeBrief
@@ -64,15 +45,7 @@ class ChildrenView(Page[Chain]):
 
 
 class SearchMatch(BaseModel):
-    """A call that matches a search.
-
-    Attributes:
-        record: Number of its record.
-        node: The node that it leads to; for an observation the node that it was made at.
-        observation: Whether it did not change the state.
-        title: The call as text, cut to 200 characters.
-        hits: Number of hits that it has answered.
-    """
+    """A call that matches a search, and the node that it leads to; for an observation its own."""
 
     record: int
     node: str
@@ -82,14 +55,7 @@ class SearchMatch(BaseModel):
 
 
 class SearchView(BaseModel):
-    """A page of the calls that match a search, in the order of their records.
-
-    Attributes:
-        items: The matching calls.
-        total: Number of all matches; null if there are more than this page has, because counting them compares every
-            call.
-        next: The cursor of the next page; null on the last page.
-    """
+    """A page of the calls that match a search, by record; `total` is null if there are more than it has."""
 
     items: list[SearchMatch]
     total: int | None
@@ -125,11 +91,7 @@ class Browser:
         *,
         fold: int,
     ) -> ChildrenView:
-        """Return one page of a node's children. Its sort key is `recorded` or a total of the subtrees.
-
-        `standing` has the names of the running rollouts by node. `fold` is the maximum number of nodes shown of each
-        chain.
-        """
+        """Return one page of a node's children, by `recorded` or a subtree total; chains show `fold` nodes at most."""
 
         def order(child: Node) -> Order:
             return (child.id,) if wanted.key == "recorded" else (getattr(summed.of(child), wanted.key), child.id)
@@ -146,10 +108,7 @@ class Browser:
         return Chain(nodes=shown, length=len(run), last=last, below=summed.of(first))
 
     def search(self, tree: Tree, query: str, rows: list[tuple[int, int, int]], wanted: ListQuery) -> SearchView:
-        """Return a page of the calls whose title contains a text, ignoring case. Its sort key is the record.
-
-        The rows are the candidates, as `matching` returns them.
-        """
+        """Return a page of those candidates of `matching` whose title contains a text, ignoring case."""
         matches: list[SearchMatch] = []
         needle = query.casefold()
         for record_id, source, target in rows:
@@ -175,11 +134,9 @@ class Browser:
 def matching(
     connection: sqlite3.Connection, tree: int, query: str, wanted: ListQuery, most: int
 ) -> list[tuple[int, int, int]]:
-    """Return the calls of a tree that may contain a text; `Browser.search` then compares their titles.
+    """Return the record, the node and the destination of each call of a tree that may contain a text.
 
-    Compressed calls are always among them, because SQL cannot read them. Call it in a thread, with a connection that
-    only reads: it visits all calls. Each of the `most` results has the numbers of the record, of the node that it was
-    made at, and of the node that it leads to.
+    Compressed calls are always among them, because SQL cannot read them. Call it in a thread: it visits all calls.
     """
     # Calls are stored as JSON, and LIKE ignores the case of ASCII letters only. So every character that JSON may escape
     # and every character outside ASCII becomes a wildcard.
@@ -203,10 +160,7 @@ async def rollouts_through(engine: Engine, tree: Tree, node: Node, wanted: ListQ
 
 
 def passed(connection: sqlite3.Connection, tree: int, node: int) -> list[tuple[int, str, str, int, int]]:
-    """Return the rollouts that reached a node: number, task, name, turn, finished.
-
-    Call it in a thread: it visits the steps of all rollouts in the tree.
-    """
+    """Return number, task, name, turn and end of rollouts that reached a node. In a thread: it reads all steps."""
     sql = (
         "SELECT r.id, r.task, r.name, MIN(s.turn), r.finished FROM rollouts r CROSS JOIN steps s ON s.rollout = r.id "
         f"WHERE r.tree = ? AND {is_whole('rollouts', 'r')} AND {is_whole('steps', 's')} AND s.record IN "

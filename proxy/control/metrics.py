@@ -27,7 +27,6 @@ class _Totals(Collector):
         self._control, self._engine = control, control.engine
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric with its current value."""
         counts = self._engine.counts
         outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
         yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
@@ -177,16 +176,7 @@ class _Totals(Collector):
 
 @dataclass(frozen=True, slots=True)
 class WrongAnswers:
-    """The rate of wrong answers over all audits of all tasks.
-
-    Attributes:
-        sample: What was checked: `hits` that were given, or recorded calls.
-        checked: Number of checked calls.
-        differing: Number of these that differ.
-        low: Lower 95 % confidence bound (Clopper-Pearson) of the rate, from 0 to 1.
-        seen: The rate.
-        high: Upper bound.
-    """
+    """The rate of wrong answers over all audits of all tasks, from 0 to 1, with its 95 % bounds (Clopper-Pearson)."""
 
     sample: str
     checked: int

@@ -1,12 +1,8 @@
 """Lists in pages: `{"items": […], "total": n, "next": cursor}`. Pure.
 
-Theory of operation:
-
-1. A list has an order: the value of its sort key for each item, and at the end something unique, such as a number.
-2. The cursor of the next page is that order of the last item of this page. So an item that is added or removed
-   meanwhile shifts no page, and no item comes twice.
-3. Long lists come from an index of the store, which begins at the cursor: O(limit). Lists that are in memory anyway are
-   sorted.
+The cursor of the next page is the order (the sort key, then something unique) of the last item of this page. So an item
+that is added or removed meanwhile shifts no page, and no item comes twice. Long lists come from an index of the store,
+which begins at the cursor; lists that are in memory are sorted.
 """
 
 import binascii
@@ -36,13 +32,7 @@ _DESCENDING = "-"
 
 
 class Page(BaseModel, Generic[T]):
-    """A page of a list.
-
-    Attributes:
-        items: The items, in the order of the list.
-        total: Number of items of the whole list.
-        next: The cursor of the next page; null on the last page.
-    """
+    """A page of a list; `total` counts the whole list, and `next` is the next page's cursor or null."""
 
     items: list[T]
     total: int
@@ -77,11 +67,7 @@ class ListQuery:
     after: Order | None = None  # Place of the last item of the page before; None for the first page.
 
     def sorted_part(self, entries: Iterable[E], order: Callable[[E], Order]) -> PagePart[E]:
-        """Return the wanted part of a list that is in memory, in any order. O(n log n) in its length.
-
-        `order` returns the place of an entry in the list. Raises RefusalError (422) if the cursor belongs to another
-        list.
-        """
+        """Return the wanted part of a list in any order. Raises RefusalError (422) for the cursor of another list."""
         rows = sorted(entries, key=order, reverse=self.descending)
         try:
             rest = [row for row in rows if self._follows(order(row))]
@@ -90,19 +76,14 @@ class ListQuery:
         return self.part(rest, len(rows), order)
 
     def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> PagePart[E]:
-        """Return the part that begins with these rows, of which there is one more than `limit` if there is a next page.
-
-        The rows are those after the cursor, in order; `total` counts the whole list. `order` returns the place of a row
-        in the list.
-        """
+        """Return the part that begins with these rows after the cursor: `limit`, and one more if a page follows."""
         shown = list(rows[: self.limit])
         return PagePart(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
 
     def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
-        """Return the end of an SQL query that reads the rows after the cursor, one more than `limit`, and its values.
+        """Return the end of a query for rows after the cursor, and one more than `limit`, and its values.
 
-        The last of the order's columns is unique. With an index on them it reads O(limit) rows. Raises RefusalError
-        (422) if the cursor belongs to another list.
+        The last column is unique. Raises RefusalError (422) for the cursor of another list.
         """
         direction, sign = ("DESC", "<") if self.descending else ("ASC", ">")
         names = [f"after{number}" for number in range(len(columns))]
@@ -127,10 +108,7 @@ class ListQuery:
         return f"{_DESCENDING if self.descending else ''}{self.key}"
 
     def at(self, cursor: str) -> "ListQuery":
-        """Return the query of the page that a cursor names.
-
-        Raises RefusalError (422) if no page of this list in this order has the cursor.
-        """
+        """Return the query of the page that a cursor names. Raises RefusalError (422) if this list has no such page."""
         place = unpacked_cursor(cursor)
         if not (isinstance(place, list) and len(place) > 1 and place[0] == self._sort):
             raise _foreign()
@@ -159,10 +137,7 @@ def _foreign() -> RefusalError:
 
 
 def list_query(*keys: str, default: str) -> Any:
-    """Return the dependency that reads `sort`, `limit` and `cursor` of a list's query, as a `ListQuery`.
-
-    The default is a sort key, with `-` in front for the greatest first.
-    """
+    """Return the dependency that reads a list's query; the default key has `-` in front for the greatest first."""
     orders = [sign + key for key in keys for sign in ("", _DESCENDING)]
     description = f"Sort key: {', '.join(f'`{key}`' for key in keys)}. `-` in front puts the greatest first."
     # The description lists the values, so that generated clients know them; an unknown one is refused with a sentence.

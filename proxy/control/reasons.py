@@ -1,7 +1,6 @@
-"""Why calls were no hits: one reason for each call of a rollout, worked out from its tree and the store.
+"""Why calls were no hits: one reason (`MEANINGS`) for each call of a rollout, from its tree and the store.
 
-A reason is a code, what it means, and what helps (`MEANINGS`). For a call that the tree knew in other states only, the
-nearest such state is named, with the calls by which the two paths part.
+For a call that the tree knew only in other states, the nearest is named, with the calls by which the two paths part.
 """
 
 import asyncio
@@ -58,8 +57,6 @@ class NearestState(BaseModel):
     """The nearest other state in which the same call was known.
 
     Attributes:
-        node: The state's node.
-        rollouts: How many rollouts have stepped onto it.
         last_common: The last node that its path has in common with the path of the rollout's state.
         here: The call by which the rollout's path leaves that node; null if the rollout was at it.
         there: The call by which the other path does; null if the other state is that node.
@@ -78,9 +75,6 @@ class WhyView(BaseModel):
     Attributes:
         turn: Number of the call in the rollout, from 0.
         title: The call in one line; null if its record was forgotten since.
-        outcome: How the call was answered.
-        reason: Why.
-        meaning: What the reason means.
         remedy: What helps; empty if nothing does, or nothing need.
         node: The node at which the call was made; null if its record was forgotten since.
         nearest: For `other-state`: the nearest of these states.
@@ -97,8 +91,6 @@ class WhyView(BaseModel):
 
 
 class _Same(NamedTuple):
-    """A record of the same call."""
-
     record: int
     call: int
     key: bytes
@@ -108,10 +100,7 @@ class _Same(NamedTuple):
 async def reasons(
     engine: Engine, reader: Reader, tree: Tree, rollout: Mapping[str, Any], steps: Iterable[StepView]
 ) -> list[WhyView]:
-    """Return why each of a rollout's calls was a hit or not. O(records of the tree), once for all calls.
-
-    The rollout is as the store has it.
-    """
+    """Return why each call of a rollout, as the store has it, was a hit or not. It visits the tree's records once."""
     aside = {record.id: record for record in tree.aside}
     known = [(step, reader.record(step.record, tree) or aside.get(step.record)) for step in steps]
     wanted = [record for step, record in known if record is not None and step.outcome in ("miss", "bypass")]

@@ -13,11 +13,7 @@ _SHARE = 20
 
 
 class Refreshed(Generic[T]):
-    """A value that is read again once it is too old.
-
-    Concurrent callers share one read, and a caller that is cancelled does not cancel it. A failed read raises in all of
-    them; the next call tries again.
-    """
+    """A value that is read again once it is too old; concurrent callers share one read, and its error."""
 
     def __init__(self, read: Callable[[], Coroutine[Any, Any, T]], *, min_age_s: float) -> None:
         """Create the value without reading it. It is reused for at least `min_age_s`."""

@@ -1,13 +1,9 @@
 """Reports: hit rate, tool time and rewards of groups of rollouts, read from the steps on disk.
 
 The steps say which record answered which call, and a record says how long its tool ran. So each figure can be computed
-at any time, and no call counts anything for a report. Reading visits every step of the chosen rollouts: about a second
-for a million.
+at any time, and no call counts anything for a report. Damaged rows are left out of every figure, and counted.
 
-Rows that are not as they were written are left out of every figure, and counted.
-
-Workers of one proxy have a store each. `read_part` reads one store, and `report_of` makes the report of all parts:
-medians need the seconds of each call, so reports themselves cannot be put together.
+`read_part` reads the store of one worker; `report_of` makes the report of all parts, because medians need each call.
 """
 
 import sqlite3
@@ -87,7 +83,6 @@ class _Group:
         self.paid.append((0.0 if outcome is Outcome.HIT else seconds, calls))
 
     def add_tokens(self, outcome: Outcome, tokens: int) -> None:
-        """Add the tokens of models for calls that were answered in one way."""
         if outcome in _EXECUTED:
             self.executed_tokens += tokens
         else:
@@ -111,7 +106,6 @@ class _Group:
             self.overheads = {name: mine[name] + other.overheads[name] for name in _OVERHEADS}
 
     def row(self, name: str | None, price_per_hour: float) -> ReportRow:
-        """Return the view."""
         totals = self.totals
         return ReportRow(
             group=name, rollouts=self.rollouts, **totals.as_dict(), **(self.overheads or dict.fromkeys(_OVERHEADS)),
@@ -175,10 +169,7 @@ def read_report(connection: sqlite3.Connection, request: ReportRequest) -> Repor
 
 
 def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportPart:
-    """Read what a store has for a report. Call it in a thread, with a connection that only reads; see the module.
-
-    Fold the journal before.
-    """
+    """Read what a store has for a report, once its journal is folded. Call it in a thread."""
     where, values = _condition(request)
     groups: dict[str | None, _Group] = defaultdict(_Group)
     damaged = _damaged_rollouts(connection, request)
@@ -205,7 +196,6 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
-    """Return the condition that chooses the rollouts, with its values."""
     # Only rollouts of clients (`RolloutStore.of_task`), and only those that made a call.
     labelled, chosen = labels_condition(request.labels, "r.labels")
     parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0", *labelled], dict[str, Any](chosen)
@@ -225,10 +215,7 @@ def _damaged_rollouts(connection: sqlite3.Connection, request: ReportRequest) ->
 
 
 def _calls(group: str, where: str) -> str:
-    """Return the query of equal calls.
-
-    The columns are group, outcome, seconds, number of calls, whether all is whole, call, CPU time and peak of memory.
-    """
+    """Return the query of equal calls: group, outcome, seconds, count, all whole or not, call, CPU and peak."""
     # Grouped before the records are joined, so that a record is checked once and not for each step.
     return (
         f"SELECT g.name, g.outcome, c.seconds, g.calls, g.whole AND (c.id IS NULL OR {_WHOLE_RECORD}), c.call, "
@@ -256,10 +243,7 @@ def _overheads_by_endpoint(where: str) -> str:
 def _add_by_endpoint(
     connection: sqlite3.Connection, where: str, values: Mapping[str, Any], groups: dict[str | None, _Group]
 ) -> int:
-    """Add calls by the endpoint that received them; return how many are left out because a row is damaged.
-
-    A call is one compressed JSON value, so each is read once.
-    """
+    """Add calls by the endpoint that received them; return how many are left out because a row is damaged."""
     damaged, endpoints = 0, dict[int, str | None]()
     for _, outcome, seconds, calls, whole, call, *used in connection.execute(_calls("''", where), values).fetchall():
         if whole and call is not None and call not in endpoints:
@@ -307,10 +291,7 @@ def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
 def _repeated(
     connection: sqlite3.Connection, where: str, values: Mapping[str, Any], calls: int
 ) -> tuple[int, float, int]:
-    """Return what a stateless cache would have done with so many calls; see `ReportPart.repeated`.
-
-    It executes a call once for each task and then repeats its first answer.
-    """
+    """Return what a cache that executes a call once for each task would have done; see `ReportPart.repeated`."""
     sql = (
         "SELECT g.task, c.call, c.upload, c.answer, c.seconds, g.calls FROM "
         "(SELECT r.task, s.record, COUNT(*) AS calls "
@@ -338,7 +319,6 @@ def _most(first: int | None, second: int | None) -> int | None:
 
 
 def _arms(parts: Sequence[ReportPart], total: _Group) -> list[Arm]:
-    """Return what other caches would have done with the same calls."""
     totals, calls = total.totals, total.totals.calls
     executed, tool_s, wrong = (sum(values) for values in zip(*(part.repeated for part in parts), strict=True))
     return [

@@ -44,10 +44,7 @@ class ScratchForks:
 
 
 def call_of(spec: EnvironmentSpec, endpoint: str, method: str, path: str, query: dict[str, str], body: bytes) -> Call:
-    """Return the tool call that a request means. The path is below the endpoint; an empty body is none.
-
-    Raises RefusalError if the request is malformed, or is not a tool call.
-    """
+    """Return the tool call that a request to a path below the endpoint means. Raises RefusalError if it is none."""
     target = "/" + path.lstrip("/") + (f"?{urlencode(query)}" if query else "")
     if any(ord(character) < 33 or ord(character) > 126 for character in target):
         raise RefusalError(422, "path", "a path has only printable ASCII characters. Percent-encode the others.")

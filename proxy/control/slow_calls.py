@@ -65,7 +65,6 @@ def slowest(calls: Iterable[SlowCall]) -> list[SlowCall]:
 
 
 def _why(text: str, counts: Mapping[str, Any], *, quarantined: bool, private: bool) -> tuple[Any, str]:
-    """Return why a call was executed rather than known, and what helps."""
     mend = next((mend for pattern, mend in _MENDS if re.search(pattern, text)), "")
     if counts["differing"]:
         return "differs", f"{mend or 'Find what differs: a clock, chance or a name'}, in the call or the task's `env`."

@@ -1,8 +1,7 @@
 """Totals of the subtree below each node of a tree.
 
-A large tree takes a tenth of a second to sum up, which would delay every hit. So the computation runs on the event loop
-in slices of a few hundred nodes: each slice sees a consistent tree, and calls are answered between two slices. A node
-that is added meanwhile may be missing from the totals until they are computed again.
+Summing up a large tree at once would delay every hit, so the event loop does it in slices of a few hundred nodes. Each
+slice sees a consistent tree; a node that is added meanwhile may be missing until the totals are computed again.
 """
 
 import asyncio
@@ -21,17 +20,7 @@ _MIN_AGE_S = 0.5
 
 @dataclass(slots=True)
 class NodeTotals:
-    """Totals of a node and all of its descendants.
-
-    Attributes:
-        nodes: Number of nodes.
-        hits: Calls answered from their records.
-        seconds: Seconds that the recorded calls ran.
-        saved_s: Seconds of tool time that the hits saved.
-        rollouts: Running rollouts at these nodes.
-        snapshots: Nodes with a snapshot.
-        diverged: Nodes that a replay diverged at.
-    """
+    """Totals of a node and all of its descendants; `saved_s` is the tool time that hits saved."""
 
     nodes: int = 1
     hits: int = 0

@@ -28,16 +28,12 @@ class TreeSummary(BaseModel):
         root: Its first node, which names the tree.
         current: Whether it is the tree of the task's current environment, in which new rollouts begin.
         title: Its environment in at most 120 characters.
-        driver: Driver of its sandboxes.
         image: Image of its containers; null for other drivers.
         template: E2B template of its environment; null if there is none.
         base: Base directory of driver `local`; null for other drivers.
         shared: Whether other tasks with the same environment share the tree.
-        created_at: When it was created.
-        nodes: Number of nodes.
         calls: Number of recorded calls.
         rollouts: Number of this task's rollouts that began in it, finished rollouts included.
-        running: Number of these rollouts that still run.
     """
 
     root: NodeName
@@ -64,11 +60,9 @@ def summaries(
     templates: Mapping[str, EnvironmentSpec],
     wanted: ListQuery,
 ) -> Page[TreeSummary]:
-    """Return a page of a task's trees. By the key `current` the current one is the greatest, then calls count.
+    """Return a page of a task's trees. Call it in a thread: it counts nodes and calls of every tree.
 
-    Call it in a thread, with a connection that only reads: it counts nodes and calls of every tree. `current` is the
-    number of the task's current tree. `default` is the environment of tasks without their own. See
-    `TreeStore.shared_owner`.
+    By the key `current`, the current tree is the greatest, then calls count. See `TreeStore.shared_owner`.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "

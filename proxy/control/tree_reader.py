@@ -61,10 +61,7 @@ class Reader:
         kept: str = "",
         passed: list[PassedRollout] | None = None,
     ) -> NodeDetail:
-        """Return the full view of a node. `kept` says why the state is kept or not.
-
-        `passed` are the latest rollouts that reached the node.
-        """
+        """Return the full view of a node. `kept` says why the state is kept or not; `passed` reached the node last."""
         origin = node.origin
         return NodeDetail(
             **self._node(node, rollouts_by_node(task).get(node, [])),
@@ -93,10 +90,9 @@ class Reader:
         return CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
-        """Return a page of a rollout's calls, in the order of turns. O(limit), and O(1) in the size of the tree.
+        """Return a page of the calls of a rollout as the store has it, by turn.
 
-        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node. The rollout is
-        as the store has it.
+        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
         """
         end, values = wanted.sql("turn")
         rows = self._store.rollouts.steps(rollout["id"], end, values)

@@ -1,7 +1,6 @@
 """Which rollout sends a request, and which endpoint it is for: addresses and dialects, remembered between requests.
 
-A rollout sends every call to the same URL under the same host name, and all rollouts of a task share its dialects.
-So parsing and checking happen once per URL, per host name and per endpoint; a hit reads only these memories.
+Parsing and checking happen once per URL, per host name and per endpoint; a hit reads only these memories.
 """
 
 import secrets
@@ -30,13 +29,7 @@ _SESSIONS = {"mcp": mcp.SESSION.encode(), "e2b": b"e2b-sandbox-id"}
 
 
 class Asked(NamedTuple):
-    """What a request asks for.
-
-    Attributes:
-        meaning: What it means; a call may name another rollout that sent the same.
-        same: Equal for all requests that mean the same and get the same form of an answer; None if that is not known.
-        request: The request, if it had to be read.
-    """
+    """What a request asks for, possibly of another rollout; requests with the same `same` get the same answer."""
 
     meaning: Meaning
     same: Hashable
@@ -59,11 +52,7 @@ class Addressing:
         return address if address is not None and self._is_familiar(scope["headers"]) else None
 
     def address(self, scope: Mapping[str, Any]) -> Address:
-        """Return the address of a request, with the task and the rollout that its token stands for.
-
-        Raises RefusalError: 400 to 404 for a malformed address, 401 for an unknown token, 403 for a page of another
-        site.
-        """
+        """Return a request's address, with what its token stands for. Raises RefusalError: 400 to 404, 401, 403."""
         headers, raw_path = scope["headers"], scope["raw_path"]
         # The Host header is checked once for each name: a page whose own name was rebound to this address sends
         # that name (DNS rebinding).
@@ -83,10 +72,7 @@ class Addressing:
         return self._with_rollout_of_token(address) if address.token else address
 
     def dialect(self, rollout: Rollout, endpoint: str) -> Dialect:
-        """Return the dialect of an endpoint in the environment that a rollout's tree was recorded in.
-
-        Raises RefusalError (404) if the environment has no such endpoint.
-        """
+        """Return an endpoint's dialect in the rollout's environment. Raises RefusalError (404) if there is none."""
         # By tree and not by task: a PUT may give the task another environment while this rollout stays in its old
         # tree.
         key = (rollout.tree.id, endpoint)

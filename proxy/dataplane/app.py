@@ -1,10 +1,8 @@
 """The data plane: a bare ASGI application in front of the control plane.
 
-A request is authorised once, before anything else looks at it. Requests of agents (`/t/…`, `/e/…`, `/ng-rollout/…`)
-then go to `Dispatch` or `Sockets`; all others go to the application behind.
-
-No web framework is used here: routing, validation models and response classes cost more than a whole hit (measured:
-a framework's route serves half the requests of a bare application).
+A request is authorised once, before anything else. Requests of agents (`/t/…`, `/e/…`, `/ng-rollout/…`) then go to
+`Dispatch` or `Sockets`; all others go to the application behind. A web framework would cost more than a whole hit
+(measured: a framework's route serves half the requests).
 """
 
 import asyncio
@@ -42,41 +40,31 @@ _STOPPED = Problem(
 
 
 class OtherProxies(Protocol):
-    """The processes that answer some requests together: the members of a cluster, or the workers of a proxy.
+    """The processes that answer some requests together: the members of a cluster, or the workers of a proxy."""
 
-    Attributes:
-        paths: The paths of such requests; None for all that name no task.
-    """
-
-    paths: frozenset[str] | None
+    paths: frozenset[str] | None  # The paths of such requests; None for all that name no task.
 
     def is_part(self, scope: Scope) -> bool:
         """Return whether a request asks for the part of this process only."""
         ...
 
     async def numbers(self, scope: Scope) -> list[int]:
-        """Return the numbers of the processes that have a part of the response to a request, this one too.
+        """Return the processes that have a part of the response, this one too.
 
-        Raises:
-            RefusalError: 401 or 403, the request is not authorised; 503, they are not known.
+        Raises RefusalError: 401 or 403 if the request is not authorised, 503 if they are not known.
         """
         ...
 
     async def request(self, number: int, scope: Scope, listener: Listener) -> None:
         """Let a process answer a request without a body, and pass its response to the listener.
 
-        Raises:
-            RefusalError: 503, it does not answer, or not to the end.
+        Raises RefusalError (503) if it does not answer, or not to the end.
         """
         ...
 
 
 class DataPlane:
-    """Answers agents' requests, and passes all others on to the application behind.
-
-    Attributes:
-        others: The other members of a cluster; None without one.
-    """
+    """Answers agents' requests, and passes all others on to the application behind; `others` is the cluster."""
 
     others: OtherProxies | None = None
 
@@ -122,10 +110,7 @@ class DataPlane:
                 await self._report(scope, error, exchange)
 
     def known(self, scope: Scope, body: bytes | bytearray) -> bytes | None:
-        """Return the whole HTTP response to a call that the tree knows, and take its step; None for any other request.
-
-        Malformed requests and errors also return None: the regular path reports them.
-        """
+        """Return the whole HTTP response to a call that the tree knows, and take its step; None otherwise."""
         # The grant is in the scope from here on: the look-ups below may rely on it, as the regular path does.
         if self._authorise(scope) is not None:
             return None
@@ -210,10 +195,9 @@ def _address_of(scope: Scope) -> Address:
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Return a request of the control plane whose body counts as JSON although the client named no type.
+    """Return a request of the control plane whose body counts as JSON: `curl -d` says that every body is a form.
 
-    `curl -d` says that every body is a form. No route takes forms, and a page of another site that sends one, or a body
-    without a type, is refused by its Origin before this.
+    No route takes forms, and a page of another site that sends one is refused by its Origin before this.
     """
     if scope["type"] != "http" or scope["method"] in {"GET", "HEAD"}:
         return scope

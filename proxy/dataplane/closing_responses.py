@@ -2,7 +2,6 @@
 
 
 def _closing(status: bytes, text: bytes) -> bytes:
-    """Return a whole response that closes the connection."""
     head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
     return head % (status, len(text)) + text
 

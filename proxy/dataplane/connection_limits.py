@@ -1,18 +1,16 @@
 """Bounds of connections that no token protects yet: their number, and how long a client may take.
 
-Theory of operation. A connection costs memory and a descriptor before its first request names a token, so these rules
-hold for all. Nothing here runs for a hit: every `SWEEP_S` one timer looks at all connections (1 us each), and notes in
-a connection's `ConnectionWatch` since when it has been in the same phase:
+Nothing here runs for a hit: every `SWEEP_S` one timer looks at all connections, and notes in a connection's
+`ConnectionWatch` since when it has been in the same phase:
 
-HEAD    It is in the middle of a request's head: closed with 408 after `HEAD_S`.
-BODY    It is in the middle of a request's body: closed when it is slower than `BODY_BYTES_PER_S` after `BODY_S`. Time
-        in which this side did not read does not count.
-UNUSED  It has not sent a byte yet: closed after `UNUSED_S`. Between requests, `HitFirst` has a timer of its own.
-BUSY    A request is being answered: no limit, because tools may take hours. But a client that does not read its
-        response for `UNREAD_S` is cut off.
+    HEAD    It is in the middle of a request's head: closed with 408 after `HEAD_S`.
+    BODY    It is in the middle of a request's body: closed when it is slower than `BODY_BYTES_PER_S` after `BODY_S`.
+            Time in which this side did not read does not count.
+    UNUSED  It has not sent a byte yet: closed after `UNUSED_S`. Between requests, `HitFirst` has a timer of its own.
+    BUSY    A request is being answered: no limit, because tools may take hours. But a client that does not read its
+            response for `UNREAD_S` is cut off.
 
-If there are too many connections, the oldest that are in none of their requests make room for new ones. So thousands
-of idle connections do not keep others out.
+If there are too many connections, the oldest that are in none of their requests make room for new ones.
 """
 
 import asyncio

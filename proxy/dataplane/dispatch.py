@@ -1,7 +1,7 @@
 """The regular path of an agent's request: read it, find out what it means, do that, send the answer.
 
-A request passes four methods downwards, numbered below: `serve`, `_respond`, `_act`, `_call`. Only a request that
-names another task than its URL passes `_respond` again, with that task.
+A request passes four methods downwards, numbered below: `serve`, `_respond`, `_act`, `_call`. Only a request that names
+another task than its URL passes `_respond` again, with that task.
 """
 
 import asyncio
@@ -72,11 +72,7 @@ class Dispatch:
             await endpoint.refuse(scope, address, problem, exchange)
 
     async def serve(self, scope: Scope, receive: Receive, exchange: Exchange) -> None:
-        """Answer a request.
-
-        Raises ClientDisconnectedError if the client closed its connection before its request was complete, and any
-        error of the request; the caller reports it through `exchange`.
-        """
+        """Answer a request. Raises ClientDisconnectedError if it never was complete, and its errors, for the caller."""
         # 1. Framing, browser and limits. Everything runs on one event loop, so a plain counter needs no lock.
         self._in_flight += 1
         try:
@@ -181,8 +177,7 @@ class Dispatch:
     async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
         """Answer a call whose answer is the same in all states of a task, such as a list of tools.
 
-        The call runs once, in a rollout of its own whose name no URL can have. Each call has its own rollout, so that
-        calls do not wait for one another.
+        The call runs once, in a rollout of its own, whose name no URL can have: calls do not wait for one another.
         """
         engine = self._engine
         if call.existing:
@@ -277,7 +272,6 @@ class Dispatch:
         await self._send(answer, exchange)
 
     async def _may_repeat(self, rollout: Rollout, answer: Answer) -> bool:
-        """Return whether the answer of an earlier call may be given once more."""
         if self._engine.gate is None:
             return True
         async with self._engine.step.order.hold(rollout):
@@ -332,7 +326,7 @@ M = TypeVar("M", bound=Meaning)
 
 
 def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
-    """Return a request's meaning with the path of the file that holds its body; None for a body in memory.
+    """Return a request's meaning with the path of the file that holds its body, if one does.
 
     Raises RefusalError (413) if the endpoint records its requests and so must hold the body in memory.
     """

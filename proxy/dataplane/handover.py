@@ -23,18 +23,12 @@ class Handover(Protocol):
         ...
 
     def give(self, process: int, connection: socket.socket, held: bytes) -> None:
-        """Give a connection to another process. This object closes it.
-
-        `held` is what the connection's client has sent and got no answer to.
-        """
+        """Give a connection to another process with the unanswered bytes of its client; this object closes it."""
         ...
 
 
 def first_scope(held: bytes, scheme: str) -> Scope | None:
-    """Return the scope of the first of several requests that came together (pipelining).
-
-    None for bytes that are not HTTP, or a target that only uvicorn interprets.
-    """
+    """Return the scope of the first pipelined request; None for bytes or a target that only uvicorn interprets."""
     first = RequestReader()
     with suppress(httptools.HttpParserError, httptools.HttpParserUpgrade):
         first.feed(held.partition(END_OF_HEAD)[0] + END_OF_HEAD)
@@ -42,10 +36,7 @@ def first_scope(held: bytes, scheme: str) -> Scope | None:
 
 
 def give_when_sent(handover: Handover, process: int, transport: asyncio.Transport, held: bytes) -> None:
-    """Give a connection to another process, once its client has taken what was sent; give up if it closes before.
-
-    Nothing reads the transport any more. `held` is what the client has sent and got no answer to.
-    """
+    """Give a connection that nothing reads any more, once its client took what was sent, unless it closes."""
     if transport.is_closing():
         return
     transport.pause_reading()

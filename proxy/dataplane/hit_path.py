@@ -1,10 +1,8 @@
 """The hit path: a whole request becomes a whole response, without an await.
 
 A hit does four look-ups (numbered below), each in a memory that earlier requests filled. If any of them fails, the
-request takes the regular path (`dispatch`), which parses, checks, opens and reports errors.
-
-The hit path never reports an error and changes nothing except the step that it takes in the tree. Nothing can run
-between the look-up and the step, because nothing here awaits.
+request takes the regular path (`dispatch`), which parses, checks, opens and reports errors. The hit path reports none,
+and changes nothing except the step that it takes. Nothing can run between the look-up and the step.
 """
 
 from collections.abc import Hashable, Mapping
@@ -33,10 +31,7 @@ _MAX_FORM_BYTES = 64 << 10
 
 
 class HitPath:
-    """Answers calls that the tree knows.
-
-    Requests to `apis`, which are no dialects, take the regular path, unless the API answers them itself.
-    """
+    """Answers calls that the tree knows; an API in `apis` answers its own, or they take the regular path."""
 
     def __init__(self, engine: Engine, addressing: Addressing, apis: Mapping[str, Endpoint]) -> None:
         self._step, self._addressing = engine.step, addressing
@@ -50,10 +45,7 @@ class HitPath:
         self._forms: LruCache[Hashable, bytes] = LruCache(_FORMS_BYTES, len)
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
-        """Return the HTTP response to a call that the tree knows and take its step; None for any other request.
-
-        Malformed requests and errors also return None: the regular path reports them.
-        """
+        """Return the HTTP response to a call that the tree knows and take its step, or None, as for errors."""
         # 1. URL -> `Address`: the rollout and the endpoint. An unfamiliar host name or a browser's header also ends
         # here, so foreign pages never get a hit.
         address = self._addressing.remembered(scope)
@@ -79,8 +71,7 @@ class HitPath:
     def expect(self, scope: Mapping[str, Any]) -> Rollout | None:
         """Note that a request goes the regular way, so that no later request of its rollout overtakes it.
 
-        Returns the rollout, for `CallOrder.expected` when the request has been handled; None if the request names none
-        that is known here.
+        Returns the rollout, if one is known, for `CallOrder.expected` when the request has been handled.
         """
         address = self._addressing.remembered(scope)
         if address is None or address.endpoint in self._apis:

@@ -1,8 +1,7 @@
 """HTTP connections: a known call is answered where its bytes arrive, and uvicorn serves everything else.
 
-Theory of operation. `HitFirst` is the asyncio protocol of a connection. It reads requests with a parser of its own and
-owns an unmodified uvicorn protocol, which it uses only as asyncio would: it calls `connection_made`, `data_received`
-and so on. A connection is always in one of five states:
+`HitFirst` is the asyncio protocol of a connection. It reads requests with a parser of its own and owns an unmodified
+uvicorn protocol, which it calls as asyncio would. A connection is always in one of five states:
 
 READING   Every request was answered. Bytes are held until they are a request, or the head of one with a large body;
             then
@@ -51,8 +50,6 @@ MAX_HELD_BYTES = 64 << 10
 
 
 class _State(Enum):
-    """Which part has the connection; see the module."""
-
     READING = 0
     SERVED = 1
     PASSED = 2
@@ -63,11 +60,7 @@ class _State(Enum):
 def protocol_for(
     data_plane: DataPlane, handover: Handover | None = None, *, is_limited: bool = True
 ) -> type["HitFirst"]:
-    """Return the protocol class of a server whose application is `report_responses(data_plane)`.
-
-    The handover brings connections to other processes; None if this process answers all requests. `is_limited` says
-    whether clients may take only so long, and only so many of them may come.
-    """
+    """Return the protocol class of a server of `report_responses(data_plane)`; the handover is for workers."""
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
         "streams": Streams(data_plane),
@@ -323,7 +316,6 @@ class HitFirst(asyncio.Protocol):
         return True
 
     def _write(self, response: bytes) -> None:
-        """Answer the held request with a whole response."""
         self._held = b""
         self._transport.write(response)
         self._server_state.total_requests += 1

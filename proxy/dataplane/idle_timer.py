@@ -13,11 +13,7 @@ class IdleConnection(Protocol):
 
 
 class IdleTimer:
-    """Looks at a connection that had no response for a while.
-
-    One timer serves many responses, because setting one for each would slow down hits. It finds out itself how long the
-    connection has really been idle.
-    """
+    """Looks at a connection that had no response for a while, and finds out how long it really was idle."""
 
     def __init__(self, connection: IdleConnection, limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
         """Begin with the first response. The connection may be idle for `limit_s`."""

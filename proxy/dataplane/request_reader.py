@@ -17,12 +17,11 @@ MAX_HEADERS = 256
 class RequestReader:
     """Holds the request that is being read, and counts all requests of its connection.
 
-    `begun` counts the requests of which the first byte was read, `ended` those of which the last byte was read, and
-    `received_bytes` the bytes of all bodies. `is_plain` says that the client waits for one response on a connection
-    that stays open: HTTP/1.1, keep-alive, and no `Expect`. It is valid once `has_head` says that the head is complete.
-    With `expects_continue`, the client sends the body only after a `100 Continue`. `is_refused` says that `feed` raised
-    because of a rule of ours; the bytes may be valid HTTP then. `is_too_large` says that the rule was the size of the
-    head. `keeps_body` says that the current request's body is kept in `body`.
+    `begun` counts first bytes, `ended` last bytes of requests, and `received_bytes` the bytes of all bodies. `is_plain`
+    says that the client waits for one response on a connection that stays open (HTTP/1.1, keep-alive, no `Expect`); it
+    is valid once `has_head`. With `expects_continue`, the client sends the body only after a `100 Continue`.
+    `is_refused` says that `feed` raised because of a rule of ours (`is_too_large`: the size of the head); the bytes may
+    be valid HTTP then. `keeps_body` says that the current request's body is kept in `body`.
     """
 
     # httptools calls the methods `on_…` from within `feed_data`, so after `feed` the attributes are up to date.
@@ -40,9 +39,8 @@ class RequestReader:
     def feed(self, data: bytes) -> None:
         """Read more bytes.
 
-        Raises httptools.HttpParserUpgrade if the request asks for another protocol. The argument is the offset in data
-        where its head ends; a body, if it has one, was not read. Raises httptools.HttpParserError if the bytes are not
-        HTTP, or `is_refused`.
+        Raises httptools.HttpParserUpgrade, with the offset of the head's end, if the request asks for another protocol;
+        a body was not read then. Raises httptools.HttpParserError if the bytes are not HTTP, or `is_refused`.
         """
         self._fruitless_bytes += len(data)
         self._parser.feed_data(data)
@@ -114,10 +112,7 @@ class RequestReader:
         self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Note what the head says about the connection.
-
-        Raises ValueError if the request line breaks a rule of ours; `feed` then raises HttpParserError.
-        """
+        """Note what the head says. A ValueError for a rule of ours makes `feed` raise HttpParserError."""
         version: str = self._parser.get_http_version()
         # The absolute form of a target is for forward proxies (RFC 9112, 3.2.2), and this server must not be used as
         # one. A request line without a version is HTTP/0.9, which has no status to report an error with.

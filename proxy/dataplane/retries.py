@@ -1,7 +1,6 @@
 """Requests that carry an ID (as `X-Request-ID`): a retry gets the answer of the first attempt.
 
-A client that lost its connection sends the same request again. Without this memory the second attempt would be a
-second call, one step further in the tree.
+Otherwise the retry of a client that lost its connection would be a second call, one step further in the tree.
 """
 
 import asyncio

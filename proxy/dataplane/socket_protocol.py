@@ -1,7 +1,7 @@
 """WebSocket connections, as uvicorn serves them, with bounds on what a client may make this side hold or do.
 
-uvicorn bounds the size of a message, and reads no further message before the application took the last. It bounds
-neither the pieces of one message, nor control frames, nor the answers to pings that the client does not read.
+uvicorn bounds neither the pieces of one message, nor control frames, nor answers to pings that the client does not
+read.
 """
 
 from typing import Any

@@ -17,11 +17,9 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def split_request(reader: RequestReader, held: bytes, body_at: int | None) -> tuple[bytes, bytes] | None:
-    """Return the body of the only request of a connection, and what its client has sent behind it.
+    """Return the body of a connection's only request, and what came behind it; None if it is not complete.
 
-    The reader has read the head. `held` are the request's bytes so far. The body begins there at `body_at`, for a
-    request that asks for an upgrade; None for others. (Docker's client streams with and without one.) Returns None if
-    the body is not complete.
+    In `held` the body begins at `body_at`, for a request that asks for an upgrade; None for others.
     """
     if body_at is None:
         return (reader.body, b"") if reader.ended == reader.begun else None
@@ -91,8 +89,7 @@ class Streams:
     ) -> Stream:
         """Turn a connection into a stream; `takes_connection` has agreed.
 
-        `rest` is what the client has sent behind the body. A shutdown of the server cancels the `server_tasks` if it
-        takes too long. `upgrade` says that the request asks for an upgrade.
+        `rest` came behind the body. A shutdown of the server cancels the `server_tasks` if it takes too long.
         """
         streaming = self._data_plane.streaming
         assert streaming is not None

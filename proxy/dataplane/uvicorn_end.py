@@ -15,10 +15,7 @@ class SharedConnection(Protocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether uvicorn has nothing to do on the connection.
-
-        Its keep-alive timer may fire then, because it sees none of the hits; the connection is not closed for it.
-        """
+        """Whether uvicorn has nothing to do, so that its keep-alive timer, which sees no hits, closes nothing."""
         ...
 
     def hand_over(self) -> None:
@@ -29,8 +26,7 @@ class SharedConnection(Protocol):
 class UvicornTransport:
     """The transport that uvicorn's protocol of a connection writes to.
 
-    It sends the head of a response together with what is written next, or alone if nothing is written in the same turn
-    of the event loop. A packet less for each response saves the server 40 us, and its client as much (measured).
+    It sends a response's head together with what is written next in the same turn of the event loop: a packet less.
     """
 
     def __init__(
@@ -120,21 +116,14 @@ class UvicornEnd:
         server_state: ServerState,
         app_state: dict[str, Any],
     ) -> None:
-        """Stand behind a connection, which the application finds in the `state` of its scopes.
-
-        For the other arguments see uvicorn's protocol classes.
-        """
+        """Stand behind a connection, which the application finds in the `state` of its scopes."""
         self._transport = UvicornTransport(connection, transport, asyncio.get_running_loop())
         self._config, self._server_state = config, server_state
         self._app_state, self._connection = app_state, connection
         self._protocol: HeadersOnly | None = None
 
     def begin(self, held: bytes, *, is_writable: bool) -> bool:
-        """Give uvicorn the connection and what has come on it; return whether it has begun to handle a request.
-
-        `held` are the bytes of requests that have no answer yet. `is_writable` says whether the client reads what is
-        written.
-        """
+        """Give uvicorn a connection with its unanswered bytes; return whether it has begun to handle a request."""
         if self._protocol is None:
             # The scope's `state` is the only thing that uvicorn passes from a connection to its application.
             state = {**self._app_state, CONNECTION: self._connection}

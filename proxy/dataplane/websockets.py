@@ -1,9 +1,9 @@
 """WebSockets of agents: each message is a call, and the server's replies to it are its answer.
 
-Theory of operation. A message's call is looked up, shared and recorded like any other call. The connection to the
-server is made inside the sandbox, and only when a call must run: while the tree knows the answers there is none. So a
-call's arguments say which connection of its rollout it belongs to (`connection`), and whether it is the first message
-there (`first`), so that the sandbox opens the connection before it. The steps are numbered below.
+A message's call is looked up, shared and recorded like any other. The connection to the server is made inside the
+sandbox, and only when a call must run. So a call's arguments say which connection of its rollout it belongs to
+(`connection`), and whether it is the `first` message there, before which the sandbox opens it. The steps are numbered
+below.
 """
 
 import asyncio
@@ -67,8 +67,6 @@ class _CloseConnectionError(Exception):
 
 @dataclass(slots=True)
 class _Connection:
-    """One client's connection."""
-
     address: Address
     name: str  # The name of the rollout.
     labels: Labels  # For a rollout that begins on this connection.
@@ -123,10 +121,7 @@ class Sockets:
                 await self._finish(self._engine.tasks.rollouts.running.get((address.task, name)))
 
     def _admit(self, address: Address, request: Request) -> None:
-        """Check that a connection may be made, or raise RefusalError.
-
-        429 for too many connections; 400 or 404 for an endpoint without WebSockets, or for a target with a token in it.
-        """
+        """Raise RefusalError if no connection may be made: 429 for too many; 400 or 404 for the endpoint or target."""
         self._engine.access.refuse_token(request.target)
         if self._open >= self._engine.settings.max_requests:
             raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
@@ -186,10 +181,7 @@ class Sockets:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     async def _handle(self, connection: _Connection, message: AsgiMessage) -> None:
-        """Answer one message, or report its error.
-
-        Raises _CloseConnectionError if the connection ends with this message, and _ClientDisconnectedError.
-        """
+        """Answer one message, or report its error. Raises _CloseConnectionError or _ClientDisconnectedError."""
         try:
             await self._answer(connection, message)
         except (_CloseConnectionError, _ClientDisconnectedError):
@@ -263,10 +255,7 @@ class Sockets:
     def _call(
         self, connection: _Connection, rollout: Rollout, meaning: Call, *, binary: bool
     ) -> tuple[ToolCall, CallKey]:
-        """Return a message's call, with what its sandbox must know of the connection, and its key.
-
-        The connections of a rollout to one URL are numbered in the order of their first messages.
-        """
+        """Return a message's call and key; connections to one URL are numbered in the order of first messages."""
         counted = (rollout.id, connection.request.target)
         # A connection that goes on in another rollout (`Open`) is a new one for the sandbox.
         first = connection.numbered is None or connection.numbered[0] != rollout.id
@@ -326,10 +315,7 @@ class Sockets:
             await _send(connection, {"type": "websocket.send", "text": local.body.decode()})
 
     async def _report(self, connection: _Connection, problem: Problem) -> None:
-        """Report a problem as a message in the server's own form, if the dialect has one, or else by closing.
-
-        Closing raises _CloseConnectionError.
-        """
+        """Report a problem in the server's own form, or else by closing (_CloseConnectionError)."""
         text = self._dialect(connection).trouble(problem)
         if text is None:
             # 1013 asks the client to try again later, 1008 does not. A reason has at most 123 bytes (RFC 6455, 5.5).

@@ -47,11 +47,7 @@ class BuiltIn(Dialect):
 
 
 def dialect_of(spec: EnvironmentSpec, endpoint: str) -> Dialect:
-    """Return the dialect that reads requests to an endpoint of a task with this spec.
-
-    The endpoint `ONLY` stands for the single server of a spec. Raises RefusalError (404) if the environment has no such
-    endpoint.
-    """
+    """Return the dialect of an endpoint in a spec, or of its only server (`ONLY`). Raises RefusalError (404)."""
     if endpoint == ONLY and len(spec.servers) == 1:
         (endpoint,) = spec.servers
     # A server of the task comes first: names of built-in endpoints are reserved, those of plug-ins are not.

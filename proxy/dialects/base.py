@@ -1,13 +1,10 @@
-"""The vocabulary of dialects: requests, what they can mean, and responses (pure).
-
-A dialect reads a `Request` and returns its `Meaning`; later it brings a recorded response into the client's form.
-"""
+"""The vocabulary of dialects: a `Request` becomes its `Meaning`, a response takes the client's form (pure)."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
@@ -19,6 +16,7 @@ from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.tool_clients.json_text import parse_json
 
+M = TypeVar("M", bound=BaseModel)
 AT_ONCE_BYTES = 1 << 18
 """Largest body that is read on the event loop. A larger one, such as files of one form, is read beside it: hits wait
 for what runs on the loop."""
@@ -65,10 +63,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """A reply of the proxy's own, which changes no rollout.
-
-    `within` names the rollout that must be running, because only the proxy gives such names; empty for none.
-    """
+    """A reply of the proxy's own, which changes no rollout; the one named `within`, if any, must run."""
 
     status: int
     body: bytes = b""
@@ -175,11 +170,7 @@ class Dialect(Protocol):
     deciding: tuple[bytes, ...] | None = None
 
     def read(self, request: Request) -> Meaning:
-        """Return what a request means.
-
-        Raises:
-            RefusalError: 400 to 422, with what to send instead.
-        """
+        """Return what a request means. Raises RefusalError: 400 to 422, with what to send instead."""
         ...
 
     def answer(self, response: Response, request: Request) -> Response:
@@ -212,8 +203,7 @@ class Eventful(Dialect, Protocol):
 def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int = 422) -> dict[str, Any]:
     """Return the JSON object in a body in UTF-8. Raises RefusalError: 400 for malformed JSON, else `status`.
 
-    The error text has the hint, an example of what to send instead. `slug` is the problem's name, and `status` its
-    status, for JSON that is not an object.
+    The error text has the hint, an example of what to send instead. `slug` and `status` are for JSON that is no object.
     """
     example = f" Send {hint} as UTF-8." if hint else ""
     try:
@@ -257,14 +247,10 @@ def _without_surrogates(body: bytes) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *, strict: bool) -> dict[str, Any]:
-    """Return the arguments of a tool, with its defaults filled in.
-
-    `strict` refuses a value of another type, which is converted otherwise. Raises RefusalError (422) with the first
-    three faults.
-    """
+def checked_arguments(tool: str, kind: type[M], given: dict[str, Any], *, strict: bool = True) -> M:
+    """Return a tool's arguments with defaults; `strict` converts no types. Raises RefusalError (422)."""
     try:
-        return kind.model_validate(given, strict=strict).model_dump()
+        return kind.model_validate(given, strict=strict)
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
         takes = ", ".join(kind.model_fields) or "nothing"
@@ -274,10 +260,7 @@ def checked_arguments(tool: str, kind: type[BaseModel], given: dict[str, Any], *
 def tool_entry(
     name: str, description: str, properties: Mapping[str, dict[str, Any]], required: Sequence[str], *, reads: bool
 ) -> dict[str, Any]:
-    """Return a tool's entry in MCP's `tools/list`. The description is for the model.
-
-    The properties are JSON schemas. A tool that `reads` never changes the state.
-    """
+    """Return a tool's entry in MCP's `tools/list`, described for the model, with JSON schemas as properties."""
     # Clients that give every argument, such as smolagents, need to know which may be null.
     schemas = {
         member: schema if member in required else {**schema, "nullable": True} for member, schema in properties.items()

@@ -1,7 +1,7 @@
 """Canonical forms of request bodies and queries, for call keys: equal contents have equal forms (pure).
 
-A form leaves out spelling: the order of JSON members, a multipart boundary, the times inside an archive. A body that
-is malformed is identified by the digest of its bytes, so that a mistake here costs a miss and never a wrong hit.
+A form leaves out spelling: the order of JSON members, a multipart boundary, the times inside an archive. A malformed
+body is identified by the digest of its bytes, so that a mistake here costs a miss and never a wrong hit.
 """
 
 import bz2
@@ -46,8 +46,7 @@ def query_form(query: str) -> list[list[str]]:
 def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
     """Return a body's form as a JSON value; None for an empty body.
 
-    The `Content-Type` selects JSON, a URL-encoded form or a multipart form; every other type is identified by the
-    digest of the body. With `archives`, zip and tar files are identified by their contents.
+    JSON, URL-encoded and multipart forms, and `archives`, have forms of their contents; other types their digest.
     """
     if not body:
         return None
@@ -71,10 +70,7 @@ def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
 
 
 def json_value(body: bytes) -> tuple[Any] | None:
-    """Return the value of a JSON text in a tuple of length 1; None for malformed JSON.
-
-    Numbers that would lose digits keep their spelling.
-    """
+    """Return the value of a JSON text in a 1-tuple; None if malformed. Numbers that would lose digits keep theirs."""
     try:
         if _LONG_NUMBER.search(body) is None:
             return (parse_json(body),)
@@ -98,10 +94,7 @@ def _text(data: bytes) -> str | None:
 
 
 def file_form(data: bytes) -> Any:
-    """Return a file's form: the names, modes and digests of an archive's members, sorted; else the file's digest.
-
-    Times and the order of members do not count.
-    """
+    """Return a file's form: an archive's members by name, mode and digest, sorted; else the file's digest."""
     try:
         if data.startswith(b"PK\x03\x04"):
             return {"archive": _zip_members(data)}
@@ -138,9 +131,8 @@ def _tar_members(data: bytes) -> list[list[Any]]:
 def open_tar(data: bytes) -> Iterator[tarfile.TarFile]:
     """Open a tar archive, compressed or not, from which at most `MAX_UNPACKED_BYTES` are read.
 
-    `tarfile` reads a header with the size that the header claims, and a small compressed body unpacks to any size.
-    Raises tarfile.TarError if the data is no archive. Reading raises ValueError too if it is larger, and OSError or
-    EOFError if its compression is damaged.
+    A header claims any size, and a small compressed body unpacks to any. Raises tarfile.TarError if it is no archive.
+    Reading raises ValueError too if it is larger, and OSError or EOFError if its compression is damaged.
     """
     with _decompressed(data) as stream, tarfile.open(fileobj=cast("Any", _FormReader(stream)), mode="r:") as archive:
         try:
@@ -168,7 +160,6 @@ class _FormReader:
         self._file, self.tell = file, file.tell
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes from the present position on."""
         _require_small([self.tell() + (MAX_UNPACKED_BYTES + 1 if size < 0 else size)])
         try:
             return self._file.read(size)

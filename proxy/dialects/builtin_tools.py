@@ -1,7 +1,4 @@
-"""The built-in tools as MCP tools, in one table (pure).
-
-A tool call through MCP is the same call as through the built-in endpoint, with the same key and record.
-"""
+"""The built-in tools as MCP tools, in one table, with the keys and records of the built-in endpoint (pure)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,11 +1,10 @@
 """MCP over streamable HTTP, in both forms of the protocol (pure).
 
-Versions up to 2025-11-25 begin with `initialize`, which gives the client a session; the session is the rollout. The
-version 2026-07-28 ("modern" below) has no sessions, so the URL must name the rollout.
+Up to version 2025-11-25, `initialize` gives the client a session, which is the rollout. The version 2026-07-28
+("modern" below) has no sessions, so the URL must name the rollout.
 
-`/mcp` offers the built-in tools and the tools of all of the task's MCP servers; `/mcp/{name}` offers the tools of one
-server. The key of a call is the tool's name and arguments. The request's ID, `_meta` and headers are not in the key;
-`answer` puts the recorded result under the ID of the request that gets it.
+`/mcp` offers the built-in tools and those of all of the task's MCP servers, `/mcp/{name}` those of one. The key of a
+call is the tool's name and arguments, without ID, `_meta` and headers; `answer` puts the result under the request's ID.
 """
 
 import json
@@ -64,8 +63,6 @@ _VERSION_META = "io.modelcontextprotocol/protocolVersion"
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One JSON-RPC message from a client."""
-
     method: str  # Empty for a response, which the proxy never asks for.
     params: dict[str, Any]  # `_meta` is always there.
     id: Any  # None for a notification.
@@ -288,8 +285,6 @@ _OF_HTTP = frozenset({"session", "no-rollout", "no-such-server", "token", "json"
 
 
 class _McpError(RefusalError):
-    """A JSON-RPC error with a code of its own."""
-
     def __init__(self, code: int, detail: str) -> None:
         super().__init__(400, "mcp", detail)
         self.code = code

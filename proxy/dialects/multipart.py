@@ -1,7 +1,4 @@
-"""Forms of the type `multipart/form-data` (RFC 7578) as lists of their parts (pure). The door to the library multipart.
-
-Both readers use it: call keys are made of a form's parts, and E2B's `/files` takes the files out of a form.
-"""
+"""Forms of the type `multipart/form-data` (RFC 7578) as lists of their parts. The door to multipart (pure)."""
 
 import re
 from dataclasses import dataclass
@@ -34,10 +31,7 @@ class FormPart:
 
 
 def parts(body: bytes, content_type: str) -> list[FormPart]:
-    """Return the parts of a form in their order; the `Content-Type` names the boundary.
-
-    Raises MalformedFormError (400 or 413; see there).
-    """
+    """Return the parts of a form in their order. Raises MalformedFormError (400 or 413; see there)."""
     boundary = parse_options_header(content_type)[1].get("boundary", "")
     form: list[FormPart] = []
     delimiter = boundary.encode("latin-1", "replace")

@@ -1,8 +1,8 @@
 """The dialect of a tool server, made of rules (pure).
 
-Theory of operation. `read` finds the first rule that fits a request's method, path and body. The rule says what the
-request means, and which parts of it are the call's key. Names that differ between clients must be neither in keys nor
-in records, so they are replaced on the way in and put back on the way out:
+`read` finds the first rule that fits a request's method, path and body: what the request means, and which parts of it
+are the call's key. Names that differ between clients must be neither in keys nor in records, so they are replaced on
+the way in and put back on the way out:
 
 1. The rollout's name in bound fields of a body (`bind`) is recorded as `OUR_NAME`.
 2. Names that a client chose on a WebSocket (`alias`) are recorded as `forkpoint-{path}`.
@@ -88,10 +88,7 @@ class Declared(Dialect):
         return self._call(request, rule, fields, rollout)
 
     def task(self, request: Request) -> str:
-        """Return the task that a request names; empty if the task in the URL is meant.
-
-        Raises RefusalError (400) if the name is malformed.
-        """
+        """Return the task that a request names, or an empty text for the URL's. Raises RefusalError (400)."""
         name = _Fields(request).value(self._rules.task) if self._rules.task else ""
         return named("task", name) if name else ""
 

@@ -26,13 +26,7 @@ class RulesError(ValueError):
 
 
 class RuleReply(BaseModel):
-    """A reply of the proxy's own.
-
-    Attributes:
-        status: The HTTP status.
-        body: A JSON value, or a text that is sent as it is.
-        headers: The headers; by default only the content type.
-    """
+    """A reply of the proxy's own; the body is a JSON value, or a text that is sent as it is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -84,11 +78,9 @@ class Rule(BaseModel):
 
 
 class Rules(BaseModel):
-    """The rules of one dialect. The first rule that fits a request counts; without one, it is a plain HTTP call.
+    """The rules of one dialect: the first that fits counts, else a plain HTTP call.
 
-    Attributes:
-        about: What the rules are for.
-        headers: Request headers that are part of the key; None for all except known noise.
+    `headers` are in the key; None for all but known noise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -112,10 +104,7 @@ class Rules(BaseModel):
 
 
 def rules_of(server: Server | Upstream) -> Rules:
-    """Return the rules for a server's requests: its own rules, then those of its dialect.
-
-    Raises RulesError if no dialect has this name, or a rule of the server is malformed.
-    """
+    """Return a server's own rules, then those of its dialect. Raises RulesError if one is unknown or malformed."""
     shipped = _shipped(server.dialect)
     try:
         own = tuple(Rule.model_validate(rule) for rule in server.rules)
@@ -127,10 +116,7 @@ def rules_of(server: Server | Upstream) -> Rules:
 
 
 def identity(spec: EnvironmentSpec) -> str:
-    """Return a digest of all rules that shape the keys of an environment's tree; empty without servers.
-
-    Raises RulesError as `rules_of` does.
-    """
+    """Return a digest of all rules that shape an environment's keys; empty without servers. Raises RulesError."""
     if not spec.servers:
         return ""
     rules = {name: rules_of(server).model_dump(mode="json") for name, server in spec.servers.items()}

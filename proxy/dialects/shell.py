@@ -26,11 +26,7 @@ _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 
 
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    """Return the call that a request to the shell endpoint makes.
-
-    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Raises
-    RefusalError (400, 404, 405, 413 or 422), with what to send instead.
-    """
+    """Return the call of a request to the shell endpoint, with defaults filled in. Raises RefusalError (4xx)."""
     if spec.driver in SHELLLESS_DRIVERS:
         endpoint = "video" if spec.driver == "video" else "sql"
         raise RefusalError(

@@ -76,11 +76,9 @@ _TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
 
 
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    """Return the call that a request to the sql endpoint makes.
+    """Return the call of a request to the sql endpoint, with defaults filled in. Raises RefusalError (4xx).
 
-    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Statements that
-    differ only in whitespace and comments become one (`canonical_statement`). Raises RefusalError (400, 404, 405, 413
-    or 422), with what to send instead.
+    Statements that differ only in whitespace and comments become one (`canonical_statement`).
     """
     if not spec.databases:
         raise RefusalError(
@@ -97,7 +95,7 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
     )
     # A query string has only text, which is converted; in a body the types must be right.
-    arguments = checked_arguments(path, kind, given, strict=method != "GET")
+    arguments = checked_arguments(path, kind, given, strict=method != "GET").model_dump()
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
         if member in arguments:

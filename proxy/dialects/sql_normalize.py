@@ -3,8 +3,8 @@
 If two statements with different results had one key, the second would get a wrong answer. So this module changes only
 the gaps (whitespace and comments) between tokens, and leaves many alone:
 
-1. A lexer cuts the statement into tokens. A statement that it does not understand stays as it is, and so do several
-   statements in one and statements whose text the database keeps (`CREATE …`).
+1. A statement that the lexer does not understand stays as it is, and so do several statements in one and statements
+   whose text the database keeps (`CREATE …`).
 2. Strings, quoted identifiers and dollar quotes are one token each, so nothing inside them changes.
 3. SQLite names a result column without an alias by its source text. `_Gaps` therefore follows the lists of result
    columns, by the depth of parentheses, and keeps the gaps inside an expression there.
@@ -54,10 +54,7 @@ class _Token:
 
 
 def canonical_statement(sql: str, dialect: SqlDialect) -> str:
-    """Return the canonical form of a statement, which has the same result, column names included.
-
-    The form is the statement that runs.
-    """
+    """Return the canonical form of a statement, which runs and has the same result, column names included."""
     tokens = _tokens(sql, _SQLITE if dialect == "sqlite" else _POSTGRES)
     if dialect == "postgres" and "\\" in sql:
         # A setting of the session (standard_conforming_strings) decides where a string with a backslash ends.
@@ -91,10 +88,7 @@ def _tokens(sql: str, lexer: re.Pattern[str]) -> list[_Token] | None:
 
 
 class _Gaps:
-    """Reads the tokens in order and replaces each gap.
-
-    It keeps the depth of parentheses, and the depths at which a list of result columns is open.
-    """
+    """Replaces the gaps between tokens, by the depths of parentheses at which lists of result columns are open."""
 
     def __init__(self, dialect: SqlDialect) -> None:
         self._dialect = dialect

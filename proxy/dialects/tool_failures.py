@@ -1,7 +1,7 @@
 """Responses of tool servers that report a failure of the moment: they hold for their own rollout alone (pure).
 
-Theory of operation. How far a server comes within its time depends on how busy the machine is, and what a server calls
-its own failure may be one of its machine. No rule knows the names of all such failures. So a response counts as one
+How far a server comes within its time depends on how busy the machine is, and what it calls its own failure may be one
+of its machine. No rule knows the names of all such failures. So a response counts as one
 
 1. by its status: 5xx, 408, 425 and 429, unless the endpoint's rules say that the status is an ordinary result; and
    JSON-RPC's codes for an internal error, a closed connection and a timeout;

@@ -1,7 +1,7 @@
 """The protocol of TVCACHE's authors: `/start`, `/execute`, `/fork`, `/stop`, with a sandbox_id in each body (pure).
 
-Their client needs only the base URL `/t/{task}/video`. A sandbox is a rollout. Commands are the video endpoint's tools
-under other names, with the same records; responses are the texts that the authors' agents know.
+A sandbox is a rollout. Commands are the video endpoint's tools under other names, with the same records; responses are
+the texts that the authors' agents know.
 """
 
 import ast
@@ -150,10 +150,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 
 def answer(response: Response, request: Request) -> Response:
-    """Return a recorded response in the form of the authors' server.
-
-    Their client reads only `result`, so an error is reported there too.
-    """
+    """Return a recorded response in the authors' form, errors in `result` too: their client reads only that."""
     command = _body(request).get("command", "")
     value = orjson.loads(response.body)
     if "error" in value:

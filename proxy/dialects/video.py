@@ -1,7 +1,4 @@
-"""The video endpoint: `POST {tool}` with its arguments, `GET tools`; and its tools as MCP tools (pure).
-
-`/start`, `/execute`, `/fork` and `/stop` are the protocol of TVCACHE's authors (`tvcache_video`).
-"""
+"""The video endpoint: `POST {tool}`, `GET tools`, and its tools for MCP and for `tvcache_video` (pure)."""
 
 import base64
 import re
@@ -162,11 +159,7 @@ LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items(
 
 
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
-    """Return the call of a tool with these arguments.
-
-    Defaults are filled in, so that a default that is sent and one that is left out are the same call. Raises
-    RefusalError (404 or 422), with what to send instead.
-    """
+    """Return the call of a tool, with defaults filled in. Raises RefusalError (404 or 422), with a remedy."""
     if spec.video is None:
         raise RefusalError(404, "no-video", "this task has no videos. PUT it with `video`: docs/video.md shows how.")
     if tool not in TOOLS:
@@ -174,15 +167,14 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
     kind = TOOLS[tool].kind
     if not isinstance(given, dict):
         raise RefusalError(422, "arguments", f"{tool} takes a JSON object.")
-    arguments = checked_arguments(tool, kind, given, strict=True)
+    arguments = checked_arguments(tool, kind, given).model_dump()
     return ToolCall("video", tool, arguments | ({"variant": 0} if tool in SAMPLED else {}))
 
 
 def for_rollout(call: ToolCall, rollout: str, spec: EnvironmentSpec) -> ToolCall:
     """Return a call with the variant of this rollout, if the task wants several answers of its model.
 
-    A rollout always gets the same variant. It is chosen by the number at the end of its name, so that the rollouts 0
-    to 7 of a group are spread evenly, or by a digest of a name without a number.
+    It is chosen by the number at the end of the rollout's name, so that a group is spread evenly, or else by a digest.
     """
     if spec.video is None or spec.video.model is None or spec.video.variants == 1 or call.tool not in SAMPLED:
         return call

@@ -1,10 +1,9 @@
 """The order of a rollout's calls: one at a time as they arrive, except that commuting calls have a canonical order.
 
-An agent that uploads its files all at once sends them in an order that differs from run to run. In the order of
-arrival, the second rollout would leave the tree at the first upload. Uploads commute: any order reaches the same state.
-Commuting calls that wait at the same time therefore take their turns in an order that all rollouts share
-(`_await_canonical_turn`): known calls first, then, after `WINDOW_S`, the smallest key. A call that does not commute
-waits until no commuting call is left, then takes its turn in the order of arrival.
+An agent that uploads its files all at once sends them in an order that differs from run to run, but any order reaches
+the same state. Commuting calls that wait at the same time therefore take their turns in an order that all rollouts
+share (`_await_canonical_turn`): known calls first, then, after `WINDOW_S`, the smallest key. A call that does not
+commute waits until no commuting call is left, then takes its turn in the order of arrival.
 """
 
 import asyncio
@@ -64,10 +63,7 @@ class CallOrder:
 
     @asynccontextmanager
     async def turn(self, rollout: Rollout, key: CallKey, *, commutes: bool) -> AsyncIterator[None]:
-        """Wait for the turn of a call that has arrived. The turn lasts for the block.
-
-        A call that commutes may change places with other commuting calls of the rollout.
-        """
+        """Wait for the turn of a call that has arrived, and hold it for the block."""
         queue = self._queues[rollout.id]
         try:
             if commutes:

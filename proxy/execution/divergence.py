@@ -33,10 +33,7 @@ def gap_s(record: Record) -> float:
 
 
 def require_conclusive(record: Record, execution: Execution) -> None:
-    """Raise SandboxError if a replayed call ran out of time or memory: that says nothing about what was recorded.
-
-    A private record may have been cut short itself, so it is exempt.
-    """
+    """Raise SandboxError if a replayed call ran out of time or memory; not for a private record, maybe cut short."""
     if not (execution.shareable or record.private):
         raise SandboxError("a replayed call did not get the time or memory that it had before. Retry.")
 
@@ -46,8 +43,7 @@ def divergence(
 ) -> str:
     """Return how a replayed call differs from its record; empty if it counts as the same.
 
-    `recorded` reads the recorded result, and is called only if the answers decide. `steady` returns the part of an
-    answer that a replay must repeat.
+    `recorded` is called only if the answers decide. `steady` returns the part of an answer that a replay must repeat.
     """
     # 1. and 3. Where digests exist they decide: equal states serve all later calls equally, whatever was answered.
     then, now = record.target.state, execution.state

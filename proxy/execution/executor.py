@@ -53,10 +53,7 @@ class Executor:
         read_answer: Callable[[Record], object],
         gate: Gate | None = None,
     ) -> None:
-        """Create the executor. `keep_answer` is given each new record's answer, which is about to be sent.
-
-        The gate learns of each new record; None without a cluster.
-        """
+        """Create the executor. `keep_answer` is given each new record's answer; the gate is None without a cluster."""
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
@@ -69,7 +66,7 @@ class Executor:
         self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
-        """Return whether a record's answer can be read; a damaged one answers no call any more.
+        """Return whether a record's answer can be read; a damaged one is discarded.
 
         Raises StoreError if the store cannot be read now. No step was taken, so the client may send the call again.
         """
@@ -102,10 +99,9 @@ class Executor:
         return has_way_back(record, tree, () if self._gate is None else self._gate.stored(tree))
 
     def _discard(self, tree: Tree, record: Record, why: str) -> None:
-        """Answer no more calls from a record whose answer is damaged: the next such call runs again and replaces it.
+        """Answer no more calls from a record with a damaged answer: the next such call runs again and replaces it.
 
-        The record stays a step of the path to its target, because its call may be whole. If the new execution leaves
-        the same state, its record leads to the same node. Raises StoreError if the change cannot be written.
+        It remains a step of the path to its target, because its call may be whole.
         """
         self._withdraw(tree, record)
         self._counts.failure("damaged-answer")
@@ -114,10 +110,9 @@ class Executor:
     async def execute(
         self, rollout: Rollout, node: Node, call: AnyCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> tuple[Record | None, Outcome]:
-        """Return the record of a call and how it was obtained; None if there is nothing to record.
+        """Return the record of a call, or None if there is nothing to record, and how it was obtained.
 
-        The rollout has its turn, and the tree has no record under the key at its node. The listener receives the output
-        of the execution while it runs, if this rollout's call is the one executed.
+        The rollout has its turn, and the tree has no record under the key. The listener is for its own execution.
         """
         try:
             record, outcome = await self._execute_once(rollout, node, call, key, timing, listener)
@@ -202,7 +197,7 @@ class Executor:
     def _repeated(self, tree: Tree, node: Node, call: ToolCall, key: CallKey, execution: Execution) -> Record | None:
         """Return the record that this execution has repeated, as a replay would have: it answers the call.
 
-        A record that differs, and that has no way back, makes way for that of this execution. Its own rollout goes on.
+        A record that differs and has no way back makes way for a new one. Its own rollout goes on.
         """
         known = node.records.get(key)
         if known is None or self._has_way_back(known, tree):

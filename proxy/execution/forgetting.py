@@ -1,7 +1,7 @@
 """Removes what is known: nodes and tasks for good on request, and unused tasks from memory alone.
 
-Forgetting a node means that no rollout is answered from it or from anything below it again. Rollouts that are there
-now cannot be moved, so they go on: their paths stay until they end. The three steps are numbered below.
+No rollout is answered from a forgotten node or from below it. Rollouts that are there now go on: their paths stay until
+they end. The three steps are numbered below.
 """
 
 import time
@@ -51,10 +51,7 @@ class Forgetting:
         self._gate = gate
 
     async def forget(self, tree: Tree, node: Node, *, end_rollouts: bool) -> ForgetResult:
-        """Forget a node and everything below it; the rollouts there end, if that is requested.
-
-        Raises RefusalError (409) if the node is the root.
-        """
+        """Forget a node, not the root (RefusalError, 409), with all below; end the rollouts there if requested."""
         if node is tree.root:
             raise RefusalError(
                 409, "root", "the root cannot be forgotten. DELETE the task, or PUT it with another spec."
@@ -105,10 +102,7 @@ class Forgetting:
         return deleted
 
     async def delete_task(self, name: str) -> None:
-        """Delete a task with its trees and snapshots; its running rollouts end.
-
-        Raises RefusalError (404) if there is no such task.
-        """
+        """Delete a task with trees, snapshots and running rollouts. Raises RefusalError (404) if there is none."""
         task = await self._tasks.find(name)
         # A copy, because each `finish` removes the rollout from the dictionary.
         for rollout in list(task.rollouts.values()):
@@ -133,11 +127,10 @@ class Forgetting:
         await self._close_detached()
 
     def close_cold(self, *, max_records: int, idle_s: float) -> int:
-        """Remove what was used longest ago from memory, until its trees fit; return how many trees were removed.
+        """Remove what was used longest ago from memory, until `max_records` nodes and records are left.
 
-        Trees that no task in memory uses go first: a view, a proof or an eviction has read them back. Then tasks go
-        with their trees. A request that names one reads it back from the store. `max_records` nodes and records may
-        stay in memory. What was used within `idle_s` stays, and so does a tree with a live sandbox.
+        Returns how many trees were removed. Trees that no task in memory uses go first: a view, a proof or an eviction
+        has read them back. What was used within `idle_s` stays, and so does a tree with a live sandbox.
         """
         # Counted once and reduced below: a sum over all trees for each task would be quadratic.
         size, closed, before = self._trees.size, 0, time.monotonic() - idle_s
@@ -198,7 +191,6 @@ class Forgetting:
         return len(nodes)
 
     async def _close_detached(self) -> None:
-        """Close the sandboxes at nodes that no longer exist."""
         # A leased sandbox is not idle: its call raises `RolloutGoneError`, and the lease then closes it.
         await self._pool.close_where(lambda slot: isinstance(slot.position, Node) and slot.position.detached)
 

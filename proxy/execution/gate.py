@@ -31,10 +31,7 @@ class EditLog(Protocol):
         ...
 
     async def importing(self, task: str, tree: int) -> None:
-        """Write the records of a tree to the log that is about to become one of a task.
-
-        Raises RefusalError (503) if this member does not own the task any more.
-        """
+        """Write a tree to the log of its new task. Raises RefusalError (503) if this member owns it no more."""
         ...
 
     def imported(self, task: str, tree: Tree, replaced: int | None) -> None:
@@ -43,11 +40,7 @@ class EditLog(Protocol):
 
 
 class Gate(Protocol):
-    """Decides what this member may answer, and writes to the log what its answers depend on.
-
-    Attributes:
-        edits: Writes what people change.
-    """
+    """Decides what this member may answer, and writes to the log what its answers depend on."""
 
     @property
     def edits(self) -> EditLog:
@@ -78,10 +71,9 @@ class Gate(Protocol):
         ...
 
     async def repeat(self, rollout: Rollout, record: Record) -> bool:
-        """Return whether the answer of an earlier call may be given once more.
+        """Return whether the answer of an earlier call may be given once more, for a rollout whose turn is held.
 
-        The rollout's turn must be held. Another member may have owned the task since, so that the step does not count.
-        Raises RefusalError if the call cannot be answered here and now.
+        Another member may have owned the task since, so that the step does not count. Raises RefusalError as `admit`.
         """
         ...
 
@@ -114,8 +106,5 @@ class Gate(Protocol):
         ...
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
-        """Note that a record was written to the store, with the bytes of its call and its answer.
-
-        `is_first` says whether it was the first to reach its target.
-        """
+        """Note that a record was written to the store; `is_first` if it was the first to reach its target."""
         ...

@@ -1,9 +1,8 @@
 """Last ways: a state that may exist only in an idle sandbox is frozen before this sandbox is closed.
 
-Most states get no snapshot, because a replay is cheap. But a replay that was never tried may reach another state,
-for example after a command that drew a random number. While the sandbox lives, nothing is lost. A sandbox may be closed
-because it is idle, because room is needed, on request, or because the proxy stops. Its state is frozen before that,
-unless no rollout needs it or a replay has reached it.
+Most states get no snapshot, because a replay is cheap. But a replay that was never tried may reach another state. So
+before a sandbox is closed (idle, for room, on request, or at the end), its state is frozen, unless no rollout needs it
+or a replay has reached it.
 """
 
 import asyncio
@@ -33,10 +32,9 @@ class LastWays:
         self._freezes = TaskOwner()
 
     async def close(self, slots: Iterable[Slot], *, within_s: float, even_unkept: bool = False) -> int:
-        """Close idle sandboxes, after freezing those that are the last known way to a state that is needed.
+        """Close idle sandboxes, after freezing those that are the last known way; return how many were closed.
 
-        The freezes may take `within_s` together. Sandboxes whose states could not be frozen, in that time or at all,
-        are closed only with `even_unkept`. Returns how many were closed.
+        The freezes may take `within_s` together. With `even_unkept`, sandboxes are closed that could not be frozen.
         """
         positions, kept = {slot: slot.position for slot in slots}, set()
         with contextlib.suppress(TimeoutError):
@@ -53,10 +51,7 @@ class LastWays:
         return await self._pool.close_where(may_go)
 
     async def keep(self, slot: Slot) -> bool:
-        """Freeze an idle sandbox that is to be closed for room, if it is the last known way to a state that is needed.
-
-        False says that it is such a way and could not be frozen.
-        """
+        """Freeze an idle sandbox, to be closed for room, if it is a last way; False if it could not be frozen."""
         if (needed := self._needed(slot)) is None:
             return True
         # In a task of its own: if the caller gives up waiting for room, the freeze must not end with it, because a

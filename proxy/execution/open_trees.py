@@ -1,10 +1,8 @@
 """The trees in memory: each is read back from the store when it is first needed.
 
-They are kept from Python's garbage collector, whose full collections would hold up every hit. A full collection looks
-at every object, and nothing else runs meanwhile: 0.5 us for each node or record, so half a second for a million. What
-is *frozen* is not looked at (`gc.freeze`), and is freed all the same when nothing refers to it any more. Only what
-refers to itself in a circle is not, such as the nodes and records of a closed tree: all is thawed and collected when
-much of that may have gathered.
+A full collection of Python's garbage collector would hold up every hit: it looks at every node and record, and nothing
+else runs. So trees are *frozen* (`gc.freeze`): not looked at, and freed all the same when nothing refers to them. Only
+circles are not freed, such as the nodes of a closed tree: when many may have gathered, all is thawed and collected.
 """
 
 import asyncio
@@ -83,10 +81,7 @@ class OpenTrees:
         return [self._trees[tree_id] for _, tree_id in named]
 
     async def read_back(self, tree_id: int) -> None:
-        """Bring a tree into memory, as `load` does, and let hits be answered meanwhile.
-
-        Raises DamagedError if the tree's own row, or its root, is not as it was written.
-        """
+        """Bring a tree into memory, as `load` does, while hits are answered. Raises DamagedError for its root."""
         if tree_id in self._trees:
             return
         self._reading.add(tree_id)

@@ -1,10 +1,10 @@
 """Quotas: how many calls of a tenant's tasks run in sandboxes at once. A tenant is a pattern of task names.
 
-Only calls that are executed count: a hit takes no part in this. A call beyond the quota waits, in the order of arrival,
-and is refused with 429 when it has waited too long or too many others wait. It leaves no record then.
+Hits take no part in this. A call beyond the quota waits, in the order of arrival, and is refused with 429 when it has
+waited too long or too many others wait. It leaves no record then.
 
 Members of a cluster divide each quota by what they use: every member publishes how many calls run and wait (`Usage`),
-reads the others' figures, and computes its share (`share_of`). A call that is answered waits for none of this.
+and computes its share (`share_of`).
 """
 
 import asyncio
@@ -36,9 +36,8 @@ def share_of(bound: int, own: Usage, others: Sequence[Usage]) -> int:
     """Return how many calls a member may run at once.
 
     If the calls of all members fit into the bound, it is the member's own calls and an equal part of the rest. If not,
-    it is the part of the bound that its calls are of all calls. It is no more than others leave free, and 1 at least,
-    so that no member waits for another one for ever. Members that know the same exceed the bound by one call for each
-    at most.
+    it is the part of the bound that its calls are of all calls; no more than others leave free, and at least 1, so that
+    no member waits for ever. Members that know the same exceed the bound by one call for each at most.
     """
     calls, all_calls = sum(own), sum(own) + sum(map(sum, others))
     if all_calls <= bound:
@@ -111,7 +110,7 @@ class Quotas:
     """All quotas at this proxy."""
 
     def __init__(self, bounds: Mapping[str, int], *, patience_s: float, max_waiting: int) -> None:
-        """Begin with quotas that this proxy has for itself. A task belongs to the first pattern that fits.
+        """Begin with this proxy's own quotas; a task belongs to the first pattern that fits.
 
         A call waits for `patience_s` before it is refused. Each quota has an equal part of `max_waiting`.
         """
@@ -124,11 +123,7 @@ class Quotas:
 
     @asynccontextmanager
     async def running(self, task: str, waited_s: float = 0.0) -> AsyncIterator[None]:
-        """Wait until a call of a task may run, and count it while the context lasts.
-
-        The time that the call has waited before shortens its wait here. Raises RefusalError (429) if it has waited too
-        long, or too many calls wait.
-        """
+        """Wait until a call of a task may run, less what it has waited; raise RefusalError (429) if it may not."""
         pattern = next((pattern for pattern in self.each if fnmatchcase(task, pattern)), None)
         if pattern is None:
             yield

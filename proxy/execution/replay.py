@@ -1,8 +1,8 @@
 """Replay: run the recorded calls that lead from a sandbox's node to another one, and check what they do.
 
-No state is trusted unchecked. After each call the sandbox is compared with the record (`divergence`). If it differs,
-the replay was too fast, or it missed the state and is tried once more, or it has diverged. In each case the sandbox is
-closed: its state is unknown. A call whose replay did reach its state is no longer doubtful.
+After each call the sandbox is compared with the record (`divergence`). If it differs, the replay was too fast, or it
+missed the state and is tried once more, or it has diverged. In each case the sandbox is closed: its state is unknown. A
+call whose replay did reach its state is no longer doubtful.
 """
 
 import time
@@ -51,12 +51,11 @@ class Replayer:
     async def replay(
         self, slot: Slot, plan: RestorePlan, tree: Tree, timing: Timing, missed: set[Record], *, patient: bool
     ) -> ReplayResult:
-        """Run the calls of a plan in a leased sandbox at the plan's start.
+        """Run the calls of a plan in a leased sandbox at the plan's start; it is closed if the replay fails.
 
-        The sandbox moves along the path; if the replay fails, it is closed. `missed` are records that have missed their
-        state before, for the same lease; a further one is added. A patient replay gives background processes the time
-        that they had between the recorded calls. Raises SandboxError if the sandbox failed, or a call did not get the
-        time or memory that it had before.
+        `missed` are records that have missed their state before, for the same lease; further ones are added. A patient
+        replay gives background processes the time that they had between the recorded calls. Raises SandboxError if the
+        sandbox failed, or a call did not get the time or memory that it had before.
         """
         began = time.perf_counter()
         try:

@@ -1,18 +1,15 @@
 """Restore: from a node of a tree to a leased sandbox in that node's state.
 
-`_lease` is a loop of three steps: plan, acquire, replay. The loop ends with a sandbox at the node, with an error of the
-machine, or because no way is left. In the last case the node, and what can only be reached through it, is set aside, so
-that no other rollout is led there.
+`_lease` is a loop of three steps: plan, acquire, replay. It ends with a sandbox at the node, with an error of the
+machine, or because no way is left. In the last case the node, and what is only behind it, is set aside.
 
-A snapshot that cannot be restored blocks no rollout, whatever its driver. The next snapshot above it is tried, and
-after that no snapshot any more, but a fresh sandbox and a replay from the root. If the replay reaches the state, a new
-snapshot of it replaces the old one. If no replay reaches it, the snapshot is the only way. Then its rollouts get an
-error of the machine for a while (`snapshots.failures.HOPELESS_S`). After that the state counts as lost, if a fresh
-sandbox shows that the machine works.
+A snapshot that cannot be restored blocks no rollout. The next snapshot above it is tried, and after that a fresh
+sandbox and a replay from the root. If that reaches the state, a new snapshot replaces the old one. If not, the snapshot
+is the only way. Then its rollouts get an error of the machine for a while (`snapshots.failures.HOPELESS_S`). After that
+the state counts as lost, if a fresh sandbox shows that the machine works.
 
-Which sandboxes may a rollout take? Its own, and any sandbox whose state can be had again: the node is the root or has a
-snapshot. A state that exists in one sandbox only is left to the rollout that made it; taking it would make that node
-unreachable.
+A rollout may take its own sandbox, and any whose state can be had again: the node is the root or has a snapshot. A
+state that exists in one sandbox only is left to the rollout that made it, or the node would become unreachable.
 """
 
 import asyncio
@@ -116,10 +113,7 @@ class Restorer:
         return self._pool.has_spare_room
 
     async def prepare(self, tree: Tree, node: Node) -> bool:
-        """Make a sandbox ahead of its use and leave it idle at the node; return False if no way leads there.
-
-        Otherwise it raises as `lease_at` does.
-        """
+        """Make a sandbox ahead of its use and leave it idle at the node; return False if no way leads there."""
         try:
             # Without an owner: the lease makes no idle sandbox anybody's, and the fork belongs to the first rollout
             # that comes.
@@ -135,10 +129,7 @@ class Restorer:
 
     @asynccontextmanager
     async def fork(self, tree: Tree, node: Node, *, spare: bool = False) -> AsyncIterator[Sandbox]:
-        """Yield a throw-away sandbox in the node's state. What happens in it is not recorded; it is closed afterwards.
-
-        A spare one is made only if no call needs its room. Raises as `lease_at` does.
-        """
+        """Yield a throw-away sandbox in the node's state; a spare one is made only if no call needs its room."""
         slot = await self._lease(tree, node, None if spare else Owner.SCRATCH, Timing())
         # A spare lease has no owner and counts as warm; from here on no rollout may take the sandbox.
         slot.owner, slot.warm = Owner.SCRATCH, False
@@ -152,19 +143,11 @@ class Restorer:
             await self._pool.close(slot)
 
     async def prove(self, tree: Tree, node: Node) -> None:
-        """Reach the node once without its snapshot; the records that were replayed are proven then.
-
-        Raises StateLostError if a replay reaches another state, so that the snapshot is the only way; else as
-        `lease_at`.
-        """
+        """Reach the node once without its snapshot, to prove records; raise StateLostError if it is the only way."""
         await self._pool.close(await self._lease(tree, node, None, Timing(), without=(node,)))
 
     async def take_snapshot(self, tree: Tree, node: Node) -> None:
-        """Take the node's snapshot now, if it has none.
-
-        Raises NotFreezableError if the driver cannot freeze the state; the node remembers why. Else it raises as
-        `lease_at`.
-        """
+        """Take the node's snapshot, if it has none. Raises NotFreezableError, and the node remembers why."""
         # Another call may take the snapshot during any await below: then there is nothing left to do.
         while node.snapshot is None:
             idle = self._pool.roster.find(node, Owner.CONTROL_PLANE, shared=True)
@@ -236,8 +219,7 @@ class Restorer:
     ) -> Slot:
         """Lease a sandbox in the node's state, without the snapshots of some nodes.
 
-        The owner is the id of a rollout, or an `Owner`. None stands for a warm fork, made from snapshots and replays
-        alone.
+        The owner is the id of a rollout, or an `Owner`. None is a warm fork, made from snapshots and replays alone.
         """
         await self._make_ready(tree)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
@@ -342,10 +324,7 @@ class Restorer:
         return slot
 
     async def _keep(self, slot: Slot, node: Node, tree: Tree, owner: int | None) -> bool:
-        """Freeze a leased sandbox that is about to leave a state that another rollout needs; lease it again.
-
-        False says that the sandbox failed, or another rollout took it meanwhile.
-        """
+        """Freeze a leased sandbox that leaves a state of another rollout; lease it again, or return False."""
         try:
             await self._capture.freeze_leased(slot, tree, node)
         except (NotFreezableError, SandboxError, OSError) as error:
@@ -383,11 +362,7 @@ class Restorer:
             raise
 
     async def _give_up(self, failed: dict[Node, SandboxError], tree: Tree, owner: int | None) -> bool:
-        """Drop snapshots that are the only way and have failed for long on a machine that works.
-
-        Returns whether there were any, so that the next plan differs. If no fresh sandbox starts either, its error is
-        raised.
-        """
+        """Drop snapshots that are the only way and have long failed on a working machine; return if there were any."""
         hopeless = [node for node in failed if self._cache.failures.is_hopeless(node)]
         if not hopeless or not is_rollout(owner):
             return False
@@ -400,10 +375,7 @@ class Restorer:
         return True
 
     def _lost(self, tree: Tree, node: Node, owner: int | None) -> StateLostError:
-        """Return the error of a node that cannot be rebuilt, and set aside what is lost with it.
-
-        Only a rollout's need sets states aside. The control plane and warm forks change nothing by looking.
-        """
+        """Return the error of a node that cannot be rebuilt; if a rollout needs it, set aside what is lost with it."""
         why = f"a replay of the calls that lead to n{node.id} reaches another state, and no snapshot of it is left"
         # The record nearest to the node whose replay diverges: all that came from its target is out of reach.
         barrier = node.origin

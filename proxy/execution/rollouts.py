@@ -35,8 +35,7 @@ class Rollouts:
     ) -> None:
         """Create an empty registry, which keeps `walkers` up to date: which rollouts walk which tree.
 
-        The journal holds the latest steps, which are folded before rollouts are read back. The gate learns of rollouts
-        that begin and end; None without a cluster.
+        The journal's steps are folded before rollouts are read back. The gate is None without a cluster.
         """
         self._store, self._journal, self._trees, self._pool = store, journal, trees, pool
         self._walkers, self._order, self._gate = walkers, order, gate
@@ -50,10 +49,7 @@ class Rollouts:
     def begin(
         self, task: Task, name: str, tree: Tree, node: Node, token: str = "", labels: Labels | None = None
     ) -> Rollout:
-        """Begin a rollout at a node. Raises RefusalError (409) if one of this name is running, or its position is lost.
-
-        The token stands for the rollout; empty for none. Only its digest is kept.
-        """
+        """Begin a rollout at a node, with its token's digest. Raises RefusalError (409) if it runs, or is lost."""
         self.require_position(task.name, name)
         if name in task.rollouts:
             raise RefusalError(

@@ -48,11 +48,9 @@ def driver_of(drivers: Mapping[str, Driver], spec: EnvironmentSpec) -> Driver:
 
 
 async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources: SourceRules) -> str:
-    """Return the key of the tree that a spec means now.
+    """Return the key of the tree that a spec means now; the content that the spec refers to may have changed.
 
-    The spec alone does not name a tree: the content of a base, an archive or a database that it refers to may change.
-    Raises SpecError if the driver is not turned on, or something that the spec refers to cannot be used, and
-    ForbiddenSourceError if the spec must not reach it.
+    Raises SpecError if the driver or something that the spec refers to cannot be used, or ForbiddenSourceError.
     """
     driver = driver_of(drivers, spec)
     # In a thread: a path may be on a slow network disk.
@@ -68,8 +66,6 @@ async def tree_key(drivers: Mapping[str, Driver], spec: EnvironmentSpec, sources
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A look at what a tree's spec names."""
-
     unchanged: Hashable | None  # What a watching driver returned then; None of another driver.
     at: float  # When, on the monotonic clock.
     key: str  # The key of the tree that the spec meant then.
@@ -78,8 +74,7 @@ class _Look:
 class RootChanges:
     """Knows which trees are *current*: their root state is what their spec means now.
 
-    New rollouts begin in current trees only. A rollout in another tree continues there, and no other rollout shares its
-    calls.
+    New rollouts begin in current trees only. A rollout in another tree goes on there, without sharing its calls.
     """
 
     def __init__(self, drivers: Mapping[str, Driver], sources: SourceRules, counts: Counters) -> None:
@@ -93,12 +88,10 @@ class RootChanges:
         return await tree_key(self._drivers, spec, self._sources)
 
     async def is_current(self, tree: Tree, *, patience_s: float | None = None) -> bool:
-        """Return whether a tree's root state is what its spec means now.
+        """Return whether a tree's root state is what its spec means now. Raises SpecError or SandboxError.
 
-        `patience_s` is how long to wait for a look at sources that the driver does not watch: a new database may have
-        to be copied first. Until the look ends, the result of the one before it counts. 0 begins none. None waits for
-        as long as it takes. Raises SpecError if the spec cannot be used any more, and SandboxError if the machine
-        failed.
+        `patience_s` limits the look at sources that the driver does not watch (None: no limit); until it ends, the
+        result of the one before counts. 0 begins none.
         """
         driver, look = driver_of(self._drivers, tree.spec), self._looks.get(tree.id)
         if fulfils(driver, WatchingDriver):
@@ -114,10 +107,7 @@ class RootChanges:
         return await self._look(tree, driver) == tree.key
 
     async def _looked_within(self, tree: Tree, patience_s: float) -> bool:
-        """Wait for the look at a tree's sources that is under way, or for a new one; return whether it ended in time.
-
-        Errors as for `is_current`.
-        """
+        """Wait for a look at a tree's sources, under way or new; return whether it ended in time."""
         looking = self._looking.get(tree.id)
         if looking is None:
             look = self._look(tree, driver_of(self._drivers, tree.spec))
@@ -144,10 +134,7 @@ class RootChanges:
         return key
 
     async def is_usable(self, tree: Tree, *, looks: bool = True) -> bool:
-        """Return whether a tree may be shared: it is current, or what is current cannot be found out.
-
-        With `looks`, sources that the driver does not watch are looked at again, for at most `_PATIENCE_S`.
-        """
+        """Return whether a tree may be shared: it is current, or that is unknown; `looks` may take `_PATIENCE_S`."""
         try:
             return await self.is_current(tree, patience_s=_PATIENCE_S if looks else 0.0)
         except (SpecError, SandboxError):

@@ -52,10 +52,7 @@ class SandboxMaker:
         self._counts, self._roots = counts, roots
 
     async def restore(self, node: Node, tree: Tree, owner: int | None) -> Slot:
-        """Lease a sandbox that is restored from a node's snapshot, and note how long it took.
-
-        Raises SandboxError or OverloadedError if the machine, the snapshot or the budget does not allow it.
-        """
+        """Lease a sandbox that is restored from a node's snapshot, and note how long it took."""
         driver = self._drivers[tree.spec.driver]
         began = time.perf_counter()
         # The lease keeps the snapshot from being evicted while the pool waits for room.
@@ -72,8 +69,7 @@ class SandboxMaker:
     async def start(self, tree: Tree, owner: int | None) -> Slot:
         """Lease a fresh sandbox at the root of a tree; take the root's snapshot, if it has none.
 
-        Raises RootChangedError if what the spec refers to is not what the tree was recorded on, and SandboxError,
-        SpecError or OverloadedError if the machine, the spec or the budget does not allow it.
+        Raises RootChangedError if what the spec refers to is not what the tree was recorded on; else as `restore`.
         """
         driver, costs = self._drivers[tree.spec.driver], self._cache.costs
         # The content that the spec refers to may have changed on disk; its records would then be of another root state.
@@ -97,9 +93,8 @@ class SandboxMaker:
     async def _freeze_root(self, sandbox: Sandbox, tree: Tree) -> None:
         """Take the snapshot of a tree's root, in a sandbox that has just started.
 
-        Its digest must be known before the first record: a call that leads back to the root merges by it. Raises
-        RootLostError if it is another state than the tree was recorded on. A set-up with random names or times is run
-        again when its root state is lost.
+        A call that leads back to the root merges by its digest. Raises RootLostError if it is another state than the
+        tree was recorded on: a set-up with random names or times is then run again.
         """
         recorded = tree.root.state
         try:

@@ -1,9 +1,8 @@
 """Single flight: identical calls at one node share one execution.
 
-The first rollout that gets the flight's lock executes the call; the others wait for the lock and then find the record
-in the tree. If the first one fails or is cancelled, it leaves no record, and the next one in line executes the call.
-If its record is private (it ran out of time, for example), the others have nothing to wait for: they execute the call
-side by side, or a group of rollouts would wait for one timeout after the other.
+The first rollout that gets the flight's lock executes the call; the others then find the record in the tree. If the
+first one fails, it leaves no record, and the next one executes. If its record is private (it ran out of time, for
+example), the others execute the call side by side, or a group would wait for one timeout after the other.
 """
 
 import asyncio

@@ -48,11 +48,9 @@ class SnapshotValue:
         stored: Callable[[int], Iterable[Node]],
         save_set_aside: Callable[[list[Node]], object] | None = None,
     ) -> None:
-        """Value the snapshots of a cache. `stored` returns the nodes of a tree at which the store has running rollouts.
+        """Value the snapshots of a cache. `stored` returns a tree's nodes with running rollouts, in memory or not.
 
-        These include rollouts that are not in memory; `walkers` has those that are. `save_set_aside` saves the nodes
-        that are set aside because their snapshots are given up. None where no record answers a call without a known
-        way back (`has_way_back`), so that nothing need be set aside.
+        `save_set_aside` saves nodes whose snapshots are given up; None where only records with a way back answer calls.
         """
         self._cache, self._counts, self._walkers, self._trees = cache, counts, walkers, trees
         self._stored, self._save_set_aside = stored, save_set_aside
@@ -164,11 +162,7 @@ class SnapshotValue:
         return self._may_be_lost(node, tree) and node in self._needed(tree.id)
 
     def is_last_way_of_others(self, node: Node, tree: Tree, rollout: int | None) -> bool:
-        """Return whether a sandbox at the node may be all that is left of a state that another rollout is in.
-
-        O(rollouts of the tree in memory), and O(depth) if one of them is at the node. `rollout` wants to go on with the
-        sandbox; None for none.
-        """
+        """Return whether a sandbox at the node may be all that is left of the state of a rollout but this one."""
         others = (other.id != rollout for other in self._walkers.of(tree.id) if other.node is node)
         return any(others) and self._may_be_lost(node, tree)
 

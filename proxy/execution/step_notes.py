@@ -31,10 +31,7 @@ class StepNotes:
         model_tokens: Callable[[Record], int],
         traces: Traces | None = None,
     ) -> None:
-        """Create the notes of all rollouts.
-
-        `model_tokens` returns the tokens that models counted for a record's answer.
-        """
+        """Create the notes of all rollouts; `model_tokens` are the tokens behind a record's answer."""
         self._counts, self._warm, self._traces = counts, warm, traces
         self._model_tokens = model_tokens
         self._overheads: dict[tuple[int, str], Overhead] = {}

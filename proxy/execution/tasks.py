@@ -41,9 +41,8 @@ class Tasks:
     ) -> None:
         """Create an empty registry. Tasks that were given no environment have the default one.
 
-        `runs_images` says whether the image that a client names is run. If it is not, `any_image` says that an image
-        means the default environment, instead of an error. The gate knows which tasks this member of a cluster owns;
-        None without a cluster. `share` are the tasks of this worker; None for all tasks.
+        `runs_images` says whether the image that a client names is run. If not, `any_image` says that an image means
+        the default environment, instead of an error. `share` is None for all tasks.
         """
         self._store, self.rollouts, self._trees, self._drivers = store, rollouts, trees, drivers
         self._default_spec, self._roots, self._gate = default_spec, roots, gate
@@ -61,10 +60,7 @@ class Tasks:
         return self._tasks.get(name)
 
     async def open(self, name: str) -> Task:
-        """Return a task; an unknown name becomes a task with the default environment.
-
-        Raises SpecError if the task's spec names something that cannot be used.
-        """
+        """Return a task; an unknown name becomes one with the default environment. Raises SpecError."""
         # Without a lock: most requests find the task in memory, and a hit must not wait for another task's opening.
         task = self._tasks.get(name)
         if task is not None:
@@ -109,11 +105,7 @@ class Tasks:
         return EnvironmentSpec.model_validate_json(row["spec"]) if row and row["spec"] else self._default_spec
 
     async def put(self, name: str, spec: EnvironmentSpec) -> tuple[Task, bool]:
-        """Give a task an environment; return the task and whether it is new.
-
-        Running rollouts stay in the tree that they began in. Raises SpecError if the spec names something that cannot
-        be used; the task is unchanged then.
-        """
+        """Give a task an environment, for new rollouts, or raise SpecError; return it and whether it is new."""
         self._require(name)
         async with self._opening.setdefault(name, asyncio.Lock()):
             # Before anything is written: a spec that cannot be used leaves the task as it was.
@@ -151,10 +143,7 @@ class Tasks:
                 await self._trees.read_back(tree)
 
     def admit(self, name: str, spec: EnvironmentSpec | None, key: str) -> Task:
-        """Put a task of the store into memory, in place of what was there.
-
-        `spec` is its environment (None for the default one), `key` the root key of that environment.
-        """
+        """Put a task of the store into memory, with its environment (None for the default one) and its root key."""
         row = self._store.tasks.get(name)
         assert row is not None
         spec_now = spec or self._default_spec
@@ -176,10 +165,7 @@ class Tasks:
         self._tasks.pop(task.name, None)
 
     def position(self, task: Task, node_id: int) -> tuple[Tree, Node] | None:
-        """Return a node with its tree, whichever of the task's trees it is in; None if it is in none.
-
-        O(1) in the task's current tree. For another tree the store is queried, and the tree may be read back.
-        """
+        """Return a node with its tree, whichever of the task's trees it is in; None if it is in none."""
         # Node ids are unique in the store and not only in a tree, so the id alone finds the tree.
         node = task.tree.nodes.get(node_id)
         if node is not None:
@@ -194,7 +180,7 @@ class Tasks:
     async def rollout(self, task_name: str, name: str, labels: Labels | None = None) -> Rollout:
         """Return the running rollout of this name; a new one begins at the root of its task's tree.
 
-        Raises RefusalError (409) if the rollout runs but its position is lost. `running` raises it too.
+        Raises RefusalError (409), as `running` does, if the rollout runs but its position is lost.
         """
         rollout = self.rollouts.running.get((task_name, name))
         if rollout is None:
@@ -206,10 +192,7 @@ class Tasks:
         return rollout
 
     async def current(self, task: Task) -> Task:
-        """Return a task with the tree that its environment means now, in which new rollouts begin.
-
-        Running rollouts stay where they are.
-        """
+        """Return a task with the tree that its environment means now, in which new rollouts begin."""
         if await self._roots.is_usable(task.tree):
             return task
         async with self._opening.setdefault(task.name, asyncio.Lock()):
@@ -221,10 +204,7 @@ class Tasks:
             return self.admit(task.name, None if known.origin is None else known.spec, key)
 
     async def renew(self, rollout: Rollout) -> bool:
-        """Move a rollout that has made no call to the tree that its environment means now; return whether there is one.
-
-        Its root state cannot be started any more, and it has seen nothing of it.
-        """
+        """Move a rollout that has seen nothing of its root state, now lost, to today's tree; return if there is one."""
         task = self._tasks.get(rollout.task)
         if task is None or rollout.calls or rollout.node is not rollout.tree.root:
             return False
@@ -257,9 +237,8 @@ class Tasks:
     ) -> Rollout:
         """Return the running rollout of this name, or begin one: at the node of a running parent, or at the root.
 
-        `environment` is the one that the client requests; None for the task's own. Any other environment has its own
-        tree. It is ignored with a parent. Raises RefusalError if there is no such parent or image (404), or there can
-        be no such environment (400), and SpecError if the environment names something that cannot be used.
+        `environment` is the client's, with a tree of its own; None for the task's, or with a parent. Raises
+        RefusalError if there is no such parent or image (404) or environment (400), and SpecError.
         """
         if parent:
             task = await self.open(task_name)

@@ -19,10 +19,7 @@ class Traces:
     """Makes spans of answered calls and hands them to an exporter, which sends them from a thread."""
 
     def __init__(self, records: RecordStore, endpoint: str, exporter: "SpanExporter | None" = None) -> None:
-        """Set up the export of spans to an OTLP collector (HTTP), or to another exporter.
-
-        Raises SystemExit if the extra is not installed.
-        """
+        """Set up the export of spans to an OTLP collector (HTTP). Raises SystemExit without the extra."""
         # Imported here, because most installations do not have the extra.
         try:
             from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - an extra

@@ -1,8 +1,7 @@
 """Warm forks: sandboxes made ahead of their use, where rollouts are expected to leave the tree.
 
-A warm fork is an idle sandbox without an owner, so any rollout may take it. It is made in the background from snapshots
-and replays alone, never from another rollout's sandbox, and is among the first to be closed if the budget is needed.
-No call waits for one to be made.
+A warm fork is an idle sandbox without an owner. It is made in the background from snapshots and replays alone, and is
+among the first to be closed if the budget is needed. No call waits for one to be made.
 
 `note_step` notes each step; `work` then makes the most valuable forks, in the four steps numbered below.
 """
@@ -78,10 +77,10 @@ class WarmForks:
         idle_s: float,
         reserve_bytes: int,
     ) -> None:
-        """Prepare to make forks, `max_forks` at once at most (0 turns them off); `work` does it.
+        """Prepare to make forks, `max_forks` at once at most (0 turns them off), for `costs` by driver.
 
-        `costs` are those of ways to a sandbox, by driver. An idle sandbox is kept for `idle_s`; a rollout without calls
-        for as long is not looked at. Forks leave `reserve_bytes` of memory free on the machine.
+        An idle sandbox is kept for `idle_s`; a rollout without calls for as long is not looked at. Forks leave
+        `reserve_bytes` of memory free on the machine.
         """
         self._restorer, self._pool, self._costs, self._counts, self._walkers = restorer, pool, costs, counts, walkers
         self.max_forks, self._idle_s, self._reserve_bytes = max_forks, idle_s, reserve_bytes
@@ -186,7 +185,6 @@ class WarmForks:
         return sorted(worthwhile, key=lambda pair: -pair[1].worth_s)
 
     def _has_own(self, rollout: Rollout) -> bool:
-        """Return whether the rollout has a sandbox of its own at its node."""
         return any(slot.owner == rollout.id for slot in self._pool.roster.at(rollout.node))
 
     def _at_root(self, tree: Tree, running: list[Rollout]) -> int:

@@ -1,7 +1,6 @@
 """Authorisation: tokens, and the tasks that each of them may see.
 
-Without tokens the proxy listens on loopback only. Every client that reaches it may then do everything, except pages of
-other sites (`browser_guard`).
+Without tokens the proxy listens on loopback only, and refuses only pages of other sites (`browser_guard`).
 """
 
 import hmac
@@ -79,28 +78,19 @@ class Grant:
             raise RefusalError(403, "hidden", f"this token sees tasks named {', '.join(self.patterns)}.")
 
     def require_rollout(self, *names: str) -> None:
-        """Check that all rollouts of these names may be reached. Empty names name none.
-
-        Raises RefusalError (403) if one of them is another rollout than the request's token stands for.
-        """
+        """Raise RefusalError (403) if one of these names, unless empty, is another rollout than the token's."""
         if self.rollout and any(name and name != self.rollout for name in names):
             raise RefusalError(403, "hidden", f"this token stands for rollout {self.rollout!r} alone.")
 
     def require_no_rollout(self) -> None:
-        """Check that the request may begin rollouts, and read what all rollouts of its task share.
-
-        Raises RefusalError (403) if the request's token stands for one rollout.
-        """
+        """Raise RefusalError (403) if the request's token stands for one rollout, and so may not begin others."""
         if self.rollout:
             raise RefusalError(
                 403, "hidden", f"this token stands for rollout {self.rollout!r} alone. Begin others with another token."
             )
 
     def require_whole(self) -> None:
-        """Check that all tasks are visible, before a view of all tasks together is shown.
-
-        Raises RefusalError (403) if some tasks are hidden.
-        """
+        """Raise RefusalError (403) if some tasks are hidden, before a view of all tasks together is shown."""
         if self.patterns:
             raise RefusalError(403, "hidden", "this shows all tasks together; this token sees only some of them.")
 
@@ -143,10 +133,7 @@ def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
 
 
 def _digest(number: int, text: str) -> bytes:
-    """Return the SHA-256 of a configured token; `number` is its position, for errors that do not show it.
-
-    Raises AccessError if it is neither a token nor a digest of one.
-    """
+    """Return a configured token's SHA-256. Raises AccessError, which shows its `number` instead of the token."""
     if text.startswith(_DIGEST):
         digest = text.removeprefix(_DIGEST)
         if _HEX_DIGEST.fullmatch(digest) is None:
@@ -183,10 +170,9 @@ class Access:
         return grant
 
     def admit(self, scope: Scope, rollout_of: RolloutOfToken) -> Grant:
-        """Return what a request may see, and remove the token from its headers, so that no tool sees it.
+        """Return what a request may see, and remove the token from its scope's headers and subprotocols.
 
-        The headers and subprotocols of the scope are replaced. `rollout_of` looks up the tokens of rollouts. Raises
-        RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
+        Raises RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
         """
         path: str = scope["path"]
         if not self._tokens or path in _PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDERS):
@@ -218,11 +204,7 @@ class Access:
         )
 
     def without_tokens(self, headers: ReceivedHeaders) -> list[tuple[bytes, bytes]]:
-        """Return the headers without those that hold a token of the proxy, in whatever form.
-
-        `admit` removes the token that it was shown. A client may send others, or one in a cookie, and without
-        configured tokens nothing is shown.
-        """
+        """Return the headers without tokens of the proxy in any form, also those that `admit` was not shown."""
         return [
             (name, value) for name, value in headers
             if name != HEADER and not self.holds_token(value.decode("latin-1"))
@@ -305,6 +287,5 @@ def _presented(headers: ReceivedHeaders) -> Iterable[str]:
 
 
 def _without(headers: ReceivedHeaders, token: str) -> list[tuple[bytes, bytes]]:
-    """Return headers without the ones that hold a token of the proxy."""
     secret = token.encode("latin-1")
     return [(name, value) for name, value in headers if name != HEADER and secret not in value]

@@ -1,9 +1,8 @@
 """Protection from web pages of other sites: cross-site requests, DNS rebinding and content sniffing.
 
-A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`), and no page can change that. Agents' clients
-send no such header. With DNS rebinding, an attacker's host name is made to point at this machine. Its page then looks
-like one of this site, except for the name in `Host`. Only names that nobody can register are therefore accepted, unless
-a setting names others or every request needs a token, which such a page cannot have.
+A browser says where a request comes from (`Sec-Fetch-Site`, `Origin`), and no page can change that. With DNS rebinding,
+an attacker's host name is made to point at this machine, and only `Host` shows it. Only names that nobody can register
+are therefore accepted, unless a setting names others or every request needs a token, which such a page cannot have.
 """
 
 import ipaddress
@@ -29,10 +28,7 @@ BROWSERS = frozenset({b"sec-fetch-site", b"sec-fetch-dest", b"origin"})
 
 
 class BrowserGuard:
-    """Middleware before the control plane: refuses foreign requests, and forbids content sniffing of responses.
-
-    `names` are the host names of the proxy; None accepts every name.
-    """
+    """Middleware before the control plane: refuses foreign requests, forbids sniffing; None allows any name."""
 
     def __init__(self, behind: AsgiApp, names: Collection[str] | None) -> None:
         self._behind, self._names = behind, names
@@ -65,8 +61,7 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
     """Refuse a request of another site's page, and a request to a host name that its owner may have pointed here.
 
     A link from another site may be followed to the control plane by a safe method. A browser may not even show a tool's
-    response, because the tool writes it and it would run as a page of this origin. `names` are the host names of the
-    proxy; None accepts every name. Raises RefusalError: 403; 400 for a malformed Host header.
+    response, because it would run as a page of this origin. Raises RefusalError: 403; 400 for a malformed Host header.
     """
     host = site = origin = mode = dest = b""
     for name, value in headers:
@@ -98,10 +93,7 @@ def refuse_foreign(method: str, headers: ReceivedHeaders, *, tool: bool, names: 
 
 
 def _require_host(hosts: list[bytes], names: Collection[str] | None) -> None:
-    """Check that a request has one Host header, with a name of this proxy.
-
-    Raises RefusalError: 400 for several or a malformed one, 403 for a name that its owner may have pointed here.
-    """
+    """Require one Host header with a name of this proxy. Raises RefusalError: 400 if malformed, 403 if foreign."""
     # HTTP/1.0 may send none.
     if len(hosts) > 1 or _HOST.fullmatch(b"".join(hosts)) is None:
         # A reader of one of them, or of a part of it, would see another name than this check (RFC 9112, 3.2).

@@ -24,11 +24,7 @@ EXPECTED = "forkpoint.expected"
 
 
 class Exchange:
-    """A request whose response is still to be sent.
-
-    Once `understood` has named the dialect, responses and problems have the dialect's form.
-    The order of calls of the rollout `expected`, if there is one, already counts this request.
-    """
+    """A request whose response is still to be sent; the order of calls of the rollout `expected` counts it."""
 
     def __init__(self, send: Send, receive: Receive, expected: Rollout | None = None) -> None:
         self.send, self.receive, self.expected = send, receive, expected
@@ -56,8 +52,7 @@ class Exchange:
     async def until(self, running: "asyncio.Future[Answer]", call: Call) -> Answer:
         """Return the answer of a running call; meanwhile send comments, and watch for a client that hangs up.
 
-        A client that hangs up cancels a call only if its dialect says so (`Call.hangup`). Otherwise the call goes on,
-        and its record is there for the next client.
+        That cancels a call only if its dialect says so (`Call.hangup`); else its record is there for the next one.
         """
         if self.events is None:
             return await asyncio.shield(running)
@@ -77,10 +72,7 @@ class Exchange:
                 hangup.cancel()
 
     async def passed(self) -> bool:
-        """Send the end of a response that was relayed; return whether there was one.
-
-        Call this before the record is read: a relayed response may be too large to be held in memory.
-        """
+        """Send the end of a relayed response, before its record is read; return whether there was one."""
         if self._relay is None or not self._relay.started:
             return False
         await self._relay.finish()
@@ -103,10 +95,9 @@ class Exchange:
         headers: Headers,
         content: Callable[[Callable[[bytes], Awaitable[None]]], Coroutine[Any, Any, None]],
     ) -> None:
-        """Send a response piece by piece, until it ends or the client disconnects.
+        """Send a response with status 200 and no length piece by piece, until it ends or the client disconnects.
 
-        It has status 200 and no length. `content` sends the pieces with the function that it is given. If it fails, its
-        error is raised, and the response stays without its end, so that no client takes a part of it for the whole.
+        If `content` fails, its error is raised, and the response has no end, so that no client takes it as whole.
         """
         self._is_streamed = True
         await self.send({"type": "http.response.start", "status": 200, "headers": raw(headers)})

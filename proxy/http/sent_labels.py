@@ -28,11 +28,7 @@ def take_from_query(scope: Scope) -> None:
 
 
 def labels_of(scope: Mapping[str, Any], headers: ReceivedHeaders) -> dict[str, str]:
-    """Return the labels that a request brings; those of the header count before those of the query.
-
-    Read it only for a request that begins a rollout: the labels of a running one are changed by PATCH. Raises
-    RefusalError (422) if the labels are malformed, too many or too long.
-    """
+    """Return the labels of a request that begins a rollout, the header's first. Raises RefusalError (422)."""
     # Decoded twice, here as the value of a query, and then as the value of a label.
     in_query = parsed(unquote_to_bytes(scope.get(_SENT, b"")))
     in_header = parsed(b",".join(value for name, value in headers if name == HEADER))

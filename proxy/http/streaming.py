@@ -1,7 +1,6 @@
 """Responses on their way to a client while the call still runs: relayed bodies and server-sent events.
 
-A call may answer slowly, or with more than fits into memory, so its client gets the response while it arrives. The end
-of the response is sent only after the record is written: a client that has all of a response can rely on its record.
+The end of a response is sent only after the record is written: a client with all of a response can rely on its record.
 """
 
 import asyncio
@@ -49,10 +48,7 @@ class PatientSender:
 
 
 class ResponseRelay(PatientSender):
-    """A listener that relays a tool server's response if it has no length or more than `HELD_BYTES`.
-
-    `client_form` brings the head of a response into the client's form of it.
-    """
+    """A listener that relays a response without length, or beyond `HELD_BYTES`, with its head in `client_form`."""
 
     def __init__(self, send: Send, client_form: Callable[[Response], Response]) -> None:
         super().__init__(send)
@@ -90,8 +86,7 @@ class ResponseRelay(PatientSender):
 class ServerEvents(PatientSender):
     """A listener that sends a tool server's messages as server-sent events, and at last the response as an event.
 
-    The client may cancel the call, whether or not it accepts events (`accepted`). Nothing is sent before the first
-    event. `event_of` returns the event of a message for this client; empty for a message that the client does not want.
+    Nothing is sent before the first event. `event_of` returns a message's event for this client, or an empty one.
     """
 
     def __init__(self, send: Send, event_of: Callable[[bytes], bytes], extra: Headers, *, accepted: bool) -> None:

@@ -67,11 +67,7 @@ class Upload:
 
 @contextmanager
 def uploading(folder: Path, *, max_bytes: int, spools: bool) -> Iterator[Upload]:
-    """Yield an upload, still empty, and delete its file at the end.
-
-    `max_bytes` is the limit in memory. `spools` says whether a larger body may lie in a file, which is made in the
-    folder.
-    """
+    """Yield an empty upload, with `max_bytes` in memory or else a file, if it `spools`; delete the file."""
     upload = Upload(folder, max_bytes=max_bytes, spools=spools)
     try:
         yield upload

@@ -51,10 +51,7 @@ class AuditStore:
         return self._database.rows(sql, () if tree is None else (tree,))
 
     def masks(self, task: str) -> str | None:
-        """Return a task's noise masks as JSON; None if it has none.
-
-        Raises DamagedError if the row is not as it was written. With other masks, an audit could overlook a difference.
-        """
+        """Return a task's noise masks as JSON, or None. Raises DamagedError: other masks could hide a difference."""
         row = self._database.row(f"SELECT value, {is_whole('masks')} FROM masks WHERE task = ?", (task,))
         if row is not None and not row[1]:
             raise DamagedError(f"the noise masks of task {task!r} are damaged in the store. PUT them again.")

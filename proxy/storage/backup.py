@@ -1,11 +1,10 @@
 """Backups of the store while a proxy runs, and data directories that are made of a backup.
 
-A backup is the store as it was at one moment: one SQLite file with all tasks, trees, calls, answers and rollouts. Steps
-in the journal are folded into the store before. Snapshots can be added to it (`proxy.transfer.backup`); without them,
-replays rebuild their states.
+A backup is the store as it was at one moment, with the journal's steps, in one SQLite file. Snapshots can be added
+(`proxy.transfer.backup`); without them, replays rebuild their states.
 
-A backup is older than what its agents have seen. A rollout that ran would continue at an earlier position and get
-wrong answers, so a restore marks every such rollout as lost.
+A backup is older than what its agents have seen. A rollout that ran would continue at an earlier position and get wrong
+answers, so a restore marks every such rollout as lost.
 """
 
 import contextlib
@@ -62,10 +61,7 @@ class Unpacker(Protocol):
 
 
 def back_up(database: StoreDatabase, target: Path) -> None:
-    """Write a copy of the store to a file, whole and durable. Blocking: for a thread. Fold the journal before.
-
-    Raises StoreError if the disk is full or fails; nothing is left behind.
-    """
+    """Write a durable copy of the store, whole or not at all (StoreError). Blocking. Fold the journal before."""
     try:
         with closing(database.open_reader()) as source:
             copy_database(source, target)
@@ -81,11 +77,10 @@ def known_nodes(copy: Path, nodes: Iterable[int]) -> frozenset[int]:
 
 
 def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> RestoredBackup:
-    """Make a data directory of a backup. Everything in the backup is checked first. Blocking, minutes for gigabytes.
+    """Make a data directory, which must be empty, of a backup that is checked first. Blocking, minutes for gigabytes.
 
-    The backup is of this or of an older version. The directory is created, and must be empty. An unpacker reads the
-    file; None for a file that is the store alone. Raises StoreError if the directory is in use or not empty, or the
-    file is no backup, damaged, or of a newer version.
+    An unpacker reads the file; None for a file that is the store alone. Raises StoreError if the directory cannot be
+    used, or the file is no backup, damaged, or of a newer version.
     """
     draft, states = data / _DRAFT, data / _DRAFT_STATES
     with owning_empty(data):
@@ -108,10 +103,7 @@ def restore(file: Path, data: Path, unpacker: Unpacker | None = None) -> Restore
 
 @contextmanager
 def owning_empty(data: Path) -> Iterator[None]:
-    """Own a data directory that nothing has used; drafts in it are removed after the block.
-
-    Raises StoreError if the directory is in use or not empty.
-    """
+    """Own an empty data directory, and remove drafts in it afterwards. Raises StoreError if it is in use."""
     with owning(data):
         _remove_drafts(data)
         if present := sorted(entry.name for entry in data.iterdir() if entry.name not in _OURS):

@@ -55,10 +55,7 @@ class BlobStore:
         return self.insert_stored(execute, digest, packed=blob.packed, data=blob.data)
 
     def insert_stored(self, execute: Execute, digest: bytes, *, packed: bool, data: bytes) -> int:
-        """Write a blob, as it is stored, unless the store has it, and return the number it would have.
-
-        The digest is the BLAKE2b-256 of the uncompressed bytes; `packed` says whether the data is compressed.
-        """
+        """Write a blob unless the store has it, and return its number. The digest is of the uncompressed bytes."""
         blob = self._database.take_number("blobs")
         execute("INSERT OR IGNORE INTO blobs VALUES (?, ?, ?, ?)", (blob, digest, packed, data))
         return blob
@@ -71,11 +68,7 @@ class BlobStore:
         return int(row[0])
 
     def read(self, blob: int) -> bytes:
-        """Return the uncompressed bytes of a blob.
-
-        Raises DamagedError if they are not those that were written, or the store has no such blob, and StoreError if
-        the file cannot be read now.
-        """
+        """Return the uncompressed bytes of a blob. Raises DamagedError if they differ or are gone, or StoreError."""
         row = self._database.row(_READ, (blob,))
         data = whole_bytes(*row[:3]) if row is not None and row[3] else None
         if data is not None:
@@ -84,10 +77,7 @@ class BlobStore:
         raise DamagedError(f"blob {blob} of the store is damaged: a disk or another program has changed the file.")
 
     def _require_digest(self, blob: int, digest: bytes) -> None:
-        """Raise DamagedError if the row of a blob has another digest than this, or there is none.
-
-        A damaged index on digests could lead to the wrong row, and would give a record foreign bytes.
-        """
+        """Raise DamagedError for a blob of another digest: a damaged index would give a record foreign bytes."""
         row = self._database.row(_DIGEST, (blob,))
         if row is None or row[0] != digest or not row[1]:
             self._damaged.add(blob)

@@ -132,10 +132,7 @@ _RECORDS = (
 
 
 def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) -> RecordCopy:
-    """Return the copy of a record that was written a moment ago; `written` is what `RecordStore.save` returned.
-
-    If it was the first to reach its target, the target travels with it.
-    """
+    """Return the copy of a record that was just saved, with its target if it was the first to reach it."""
     digests = stored_digests(record.target) if is_first else (None, None)
     return RecordCopy(
         record.id, tree, record.source.id, record.key, record.target.id, record.effect.value, record.seconds,
@@ -167,11 +164,7 @@ class CopyStore:
         return TreeCopy(number, owner, root_key, spec, root, *digests, created_at)
 
     def records(self, tree: int, after: int, limit: int) -> list[RecordCopy]:
-        """Return the next records of a tree by their numbers, each as if it was the first to reach its target.
-
-        Raises:
-            DamagedError: A row or a blob is not as it was written.
-        """
+        """Return a tree's next records by number, each as if first to reach its target. Raises DamagedError."""
         return [self._record(row) for row in self._database.rows(_RECORDS, (tree, after, limit))]
 
     def pinned(self, tree: int) -> list[NodeCopy]:
@@ -194,8 +187,8 @@ class CopyStore:
     def replace(self, task: str, copies: Iterable[Copy]) -> None:
         """Write a task in place of what the store has under its name, in one transaction.
 
-        Rollouts that have ended here stay, and so do steps through records which are there afterwards. The task
-        may not be in memory, nor the last steps of its rollouts in the journal. Raises StoreError if nothing could be
+        Rollouts that have ended here stay, and so do the steps through records which are there afterwards. The task may
+        not be in memory, nor the last steps of its rollouts in the journal. Raises StoreError if nothing could be
         written; the store is as it was then.
         """
         trees = TREES_OF.format(task="?1")

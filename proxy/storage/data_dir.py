@@ -38,10 +38,7 @@ _MODE = 0o700
 
 
 def make_private(data: Path) -> None:
-    """Make the data directory, or take every right in it from other users.
-
-    Raises StoreError if the directory is one that all users share, such as `/tmp`, or the root of the file system.
-    """
+    """Take every right in the data directory, made if need be, from others. Raises StoreError for a shared one."""
     data.mkdir(mode=_MODE, parents=True, exist_ok=True)
     status = data.stat()
     # Closing one of these would lock every other program of the machine out of it.
@@ -62,10 +59,7 @@ def make_private(data: Path) -> None:
 
 
 def workers_of(data: Path) -> int | None:
-    """Return between how many workers a data directory is divided; None if it is not.
-
-    Raises StoreError if the file that says so cannot be read, or a later version has written it.
-    """
+    """Return between how many workers a data directory is divided, or None. Raises StoreError if that is unknown."""
     try:
         value = json.loads((data / WORKERS).read_bytes())
         if value["format"] != _FORMAT:
@@ -88,7 +82,6 @@ def directory_of(data: Path, number: int) -> Path:
 
 
 def _is_workers(directory: Path) -> bool:
-    """Return whether a directory has a name of `directory_of`."""
     return directory.name.startswith("worker-")
 
 
@@ -104,10 +97,7 @@ def require_undivided(data: Path) -> None:
 
 @contextmanager
 def owning(data: Path) -> Iterator[DirLock]:
-    """Own the data directory within the block, as a proxy, a restore or an upgrade does; see `make_private`.
-
-    Raises StoreError if another process uses it, or it may not be used.
-    """
+    """Own the data directory (`make_private`) within the block. Raises StoreError if another process uses it."""
     make_private(data)
     ownership = DirLock(data)
     below = [lock.parent for lock in data.glob("*/lock")]

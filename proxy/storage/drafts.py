@@ -71,7 +71,6 @@ class DraftStore:
 
         `ends` are the numbers of source and target within the draft, `blobs` those of the call, the upload (0 for none)
         and the answer. `age_s` is for how long background processes had been running; None if that is not known.
-        `resources` is what the call used of the machine.
         """
         source, target = (draft.first_node + node for node in ends)
         values = (
@@ -82,10 +81,7 @@ class DraftStore:
         draft.records += 1
 
     def publish(self, draft: Draft, task: str, root_key: str, spec: EnvironmentSpec, *, instead: int | None) -> None:
-        """Make a complete draft the tree of a task under this root key.
-
-        `instead` is the number of the empty tree that it replaces, whose rollouts move to it; None if there is none.
-        """
+        """Make a complete draft a task's tree under this root key, in place of the empty tree `instead`, if any."""
         owner = self._trees.owner(task, spec)
         with self._database.transaction() as execute:
             if instead is not None:

@@ -28,7 +28,7 @@ _SHARED = "(task = '' OR task GLOB '/*')"
 
 
 def join(store: Path, other: Path) -> int:
-    """Add all rows of another store to a store; return how far the other store's numbers have moved. Blocking.
+    """Add all rows of another store; return how far its numbers have moved. Blocking.
 
     Raises StoreError if both have the same task, or the disk is full; the store is unchanged then.
     """
@@ -62,10 +62,7 @@ def _moved(table: str, column: str, is_number: bool) -> str:
 
 
 def keep_share(store: Path, share: Share) -> list[int]:
-    """Delete from a store what belongs to tasks of other workers; return the numbers of the trees that stay. Blocking.
-
-    Raises StoreError if the disk is full; the store is unchanged then.
-    """
+    """Delete what belongs to other workers; return the trees that stay. Blocking. Raises StoreError on a full disk."""
     with closing(StoreDatabase(store, sync="FULL")) as database:
         sql = f"SELECT name FROM tasks UNION SELECT task FROM rollouts UNION SELECT task FROM trees WHERE NOT {_SHARED}"
         sql += " UNION SELECT task FROM shares UNION SELECT task FROM masks"

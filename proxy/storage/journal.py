@@ -1,9 +1,7 @@
 """The journal: the steps that rollouts took, written before each response and folded into the store later.
 
-Theory of operation:
-
-1. `append` copies a step of 32 bytes into a shared mapping of a file. This takes well under a microsecond, against
-   10 us for a `write(2)` under load and 50 us for a transaction, and it is on the way of every hit.
+1. `append` copies a step of 32 bytes into a shared mapping of a file, because it is on the way of every hit: a
+   `write(2)` or a transaction takes many times as long.
 2. The pages of the mapping belong to the kernel, so a step survives a kill of the process from the moment it is
    copied. A loss of power it survives only with `sync=True`, where each step waits for the disk.
 3. Files are segments of fixed size (`journal_segments`). `trickle` starts a new segment, folds the steps of the old
@@ -80,10 +78,10 @@ class Journal:
     def __init__(
         self, directory: Path, fold: Fold, store: JournalStore, marks: JournalMarks, *, sync: bool = False
     ) -> None:
-        """Create a journal that is not open yet.
+        """Create a journal that is not open yet; with `sync`, a step survives a loss of power.
 
-        `fold` writes steps to the store. `store` takes what earlier processes left. `marks` keeps which segments there
-        have to be. With `sync`, each step waits for the disk, so that it survives a loss of power.
+        `fold` writes steps to the store, which takes what earlier processes left; `marks` name the segments that must
+        be.
         """
         self._directory, self._fold, self._sync = directory, fold, sync
         self._store, self._marks = store, marks
@@ -110,10 +108,7 @@ class Journal:
         return recovery
 
     def append(self, step: JournalEntry) -> None:
-        """Write one step. From here on it survives a kill of this process.
-
-        Raises OSError or StoreError if the disk is full or fails; the step is not taken then.
-        """
+        """Write one step, which now survives a kill. Raises OSError or StoreError if it could not; it is not taken."""
         if self._used + STEP_BYTES > SEGMENT_BYTES:
             self._rotate()
         assert self._map is not None

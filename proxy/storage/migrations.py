@@ -1,13 +1,11 @@
 """Changes of the store's tables from one schema version to the next, made when an older file is opened.
 
-Theory of operation:
-
-1. A file of an older version is first copied beside itself, as `forkpoint.sqlite.schema-N`. The copy is on the disk
-   before anything changes. Put back in place of the file, it serves the older Forkpoint again.
+1. A file of an older version is first copied beside itself, as `forkpoint.sqlite.schema-N`, durably. Put back in place
+   of the file, it serves the older Forkpoint again.
 2. All changes up to `SCHEMA_VERSION`, and the new version number, are one transaction. A kill or a loss of power in
    the middle leaves the old tables, and the next start begins again.
 3. A table that changes is written again, with the columns of the version that the migration leads to. They are written
-   out here and not taken from `schema`, because `schema` has the columns of the last version only.
+   out here, because `schema` has the columns of the last version only.
 4. Writing a damaged row again would give it a right checksum. So a file with damaged rows is refused unchanged.
 
 To change a table: change it in `schema`, raise `SCHEMA_VERSION`, append a `Migration`, and add a data directory of the
@@ -49,10 +47,9 @@ class Migration:
 
 
 def rebuild(tables: "sqlite_utils.Database", name: str, create: str, values: Mapping[str, str]) -> None:
-    """Write a table again inside a running transaction. Its indexes are dropped; `create_tables` makes those of today.
+    """Write a table again inside a running transaction, from its `create` statement; `create_tables` adds indexes.
 
-    `create` is the statement that creates it, for example from `checked_table`. `values` are SQL expressions for the
-    columns that are new or change; the others are copied. Raises ForeignDatabaseError if rows are damaged.
+    `values` are SQL expressions for columns that are new or change. Raises ForeignDatabaseError if rows are damaged.
     """
     _require_whole(tables, name)
     before = f"{name}_before"
@@ -197,10 +194,9 @@ def copy_path(path: Path, version: int) -> Path:
 
 
 def migrate(tables: "sqlite_utils.Database", path: Path, version: int) -> None:
-    """Bring a file of a version, outside a transaction, to `SCHEMA_VERSION`. Blocking.
+    """Bring a file of a version, outside a transaction, to `SCHEMA_VERSION`, or leave it unchanged. Blocking.
 
     Raises ForeignDatabaseError if the file has damaged rows, and OSError or sqlite3.Error if the disk is full or fails.
-    The file is unchanged then.
     """
     migrations = pending(version)
     if not migrations:
@@ -222,10 +218,7 @@ def migrate(tables: "sqlite_utils.Database", path: Path, version: int) -> None:
 
 
 def copy_database(source: sqlite3.Connection, target: Path) -> None:
-    """Write a consistent copy of a database that may be in use. It appears whole, and is on the disk afterwards.
-
-    Raises OSError or sqlite3.Error if the disk is full or fails; nothing is left behind.
-    """
+    """Write a durable copy of a database in use, whole or not at all. Raises OSError or sqlite3.Error."""
     draft = target.with_name(f"{target.name}.draft")
     try:
         draft.unlink(missing_ok=True)

@@ -60,10 +60,7 @@ class RecordBytes(NamedTuple):
 
 
 async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
-    """Digest and compress a large upload or answer in a thread, so that hits need not wait for it; None for small ones.
-
-    Pass the result to `RecordStore.save`.
-    """
+    """Digest and compress a large upload or answer, for `RecordStore.save`, in a thread; None for small ones."""
     if len(call.body) + len(result.body) <= _LARGE_BYTES:
         return None
 
@@ -103,12 +100,10 @@ class RecordStore:
         packed: PackedCall | None = None,
         resources: ResourceUse | None = None,
     ) -> RecordBytes:
-        """Write a record with its call and answer in one transaction, and return what was written.
+        """Write a record with its call and answer in one transaction, set its blobs' numbers, and return the bytes.
 
-        The numbers of the blobs are set in the record. `node` is the one that the call created; None if it led to a
-        known one. `course` is what a replay is given. `packed` is what `pack_large` returned; None to pack here.
-        `resources` is what the call used; None if nothing is known. Raises StoreError if nothing could be written, so
-        the call must not count as recorded.
+        `node` is the one that the call created, if any; `course` is what a replay is given; `packed` is from
+        `pack_large`. Raises StoreError if nothing could be written, so the call must not count as recorded.
         """
         with self._database.transaction() as execute:
             value: dict[str, Any] = {"endpoint": call.endpoint, "tool": call.tool, "arguments": call.arguments}
@@ -219,10 +214,7 @@ def _answer(result: ToolResult) -> bytes:
 def marked_records(
     database: StoreDatabase, rollout: int, first: int = 0, last: int = 1 << 62
 ) -> dict[int, MarkedRecord]:
-    """Return the records with marks that have answered a rollout's calls of some turns, by number.
-
-    Fold the journal before.
-    """
+    """Return the marked records of a rollout's calls of some turns, by number. Fold the journal before."""
     rows = database.rows(_MARKED, (rollout, first, last))
     found = {record: MarkedRecord(calls, _marks_of(data, packed=packed)) for record, calls, packed, data in rows}
     return {record: each for record, each in found.items() if each.marks}

@@ -39,9 +39,8 @@ class RolloutLists:
     ) -> tuple[list[dict[str, Any]], int]:
         """Return a part of a task's rollouts, as `RolloutStore.of_task` has them, and how many there are.
 
-        Fold the journal before. It reads on a connection of its own: blocking, for a thread. Without filters it costs
-        the same in a list of any length. Filters read rows until the part is full, and all rows to count. `end` is the
-        end of the query: a condition, an order and a limit, with the parameters in `values`.
+        Fold the journal before. Blocking, for a thread. Filters read rows until the part is full, and all rows to
+        count. `end` is the end of the query: a condition, an order and a limit, with the parameters in `values`.
         """
         conditions, wanted = labels_condition(filters.labels, "labels")
         conditions += [] if filters.finished is None else [f"finished = {int(filters.finished)}"]

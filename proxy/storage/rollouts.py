@@ -41,10 +41,7 @@ class RolloutStore:
     def create(
         self, task: str, name: str, tree: int, node: int, token: str = "", labels: Mapping[str, str] | None = None
     ) -> int:
-        """Write a rollout that is at node and has made no call; return its number.
-
-        Only the SHA-256 of its token is written; it is empty for a rollout without one.
-        """
+        """Write a rollout that is at node and has made no call, with the SHA-256 of its token; return its number."""
         rollout = self._database.take_number("rollouts")
         digest = sha256(token.encode()).digest() if token else None
         now = time.time()
@@ -86,8 +83,7 @@ class RolloutStore:
     def unused(self, since: float) -> list[tuple[int, str, str, int]]:
         """Return number, task, name and calls of running rollouts without a call since then. Fold the journal before.
 
-        `since` is in seconds since 1970. Rollouts whose position is lost are not among them: their agents get an error
-        until the rollouts are ended.
+        Rollouts whose position is lost are not among them: their agents get an error until the rollouts are ended.
         """
         sql = "SELECT id, task, name, calls FROM rollouts WHERE finished = 0 AND lost = '' AND used_at < ?"
         return self._database.rows(sql, (since,))
@@ -107,10 +103,9 @@ class RolloutStore:
         newest: bool = False,
         limit: int = -1,
     ) -> list[dict[str, Any]]:
-        """Return a task's rollouts, each with the root of its tree. Fold the journal before.
+        """Return a task's rollouts, each with the root of its tree, the oldest first. Fold the journal before.
 
-        Rollouts that the proxy began for itself, to ask a server for its lists, are not among them. The oldest are
-        first, unless `newest`. A limit of -1 returns all.
+        Those that the proxy began for itself, to ask a server for its lists, are not among them. A limit of -1 is none.
         """
         sql = f"SELECT {SHOWN} FROM rollouts r WHERE task = :task AND {OF_AGENTS}"
         sql += " AND name = :name" if name is not None else ""
@@ -131,18 +126,14 @@ class RolloutStore:
     def steps(
         self, rollout: int, end: str = " ORDER BY turn", values: Mapping[str, Any] | None = None
     ) -> list[tuple[int, int, int]]:
-        """Return turn, record and outcome of a rollout's steps. Fold the journal before.
+        """Return turn, record and outcome of a rollout's steps. Fold the journal before. Raises DamagedError.
 
-        `end` is the end of the query: a condition, an order and a limit, with the parameters in `values`. Raises
-        DamagedError if a step is not as it was written.
+        `end` is the end of the query: a condition, an order and a limit, with the parameters in `values`.
         """
         return self._whole_steps(rollout, end, values or {})
 
     def latest_records(self, rollout: int, count: int) -> list[int]:
-        """Return the records of a rollout's last steps, the last one first. Fold the journal before.
-
-        Raises DamagedError if a step is not as it was written.
-        """
+        """Return the records of the last steps, the last one first. Fold the journal before. Raises DamagedError."""
         return [
             record for _, record, _ in self._whole_steps(rollout, " ORDER BY turn DESC LIMIT :count", {"count": count})
         ]
@@ -155,10 +146,7 @@ class RolloutStore:
         return [(row["turn"], row["record"], row["outcome"]) for row in rows]
 
     def fold(self, steps: Sequence[JournalEntry]) -> None:
-        """Write steps, and the node that each rollout reached, in one transaction. Known steps are skipped.
-
-        Steps are folded within seconds, so the time of the fold is the time of a rollout's last call.
-        """
+        """Write steps, and each rollout's node, in one transaction, as calls of this moment; skip known steps."""
         last, now = {step.rollout: step for step in steps}, time.time()
         with self._database.transaction():
             self._database.execute_many("INSERT OR IGNORE INTO steps VALUES (?, ?, ?, ?)", steps)
@@ -172,11 +160,7 @@ class RolloutStore:
             )
 
     def recover(self, steps: Sequence[JournalEntry]) -> dict[int, str]:
-        """Write the steps of an ended process that continue where the store stands.
-
-        For each rollout with a step that does not continue there, the result says what is missing. Its later steps are
-        not written.
-        """
+        """Write an ended process's steps that continue where the store stands; say by rollout what is missing."""
         wrong: dict[int, str] = {}
         sound: list[JournalEntry] = []
         # Stable: the steps of one rollout stay in their order.
@@ -219,10 +203,7 @@ class RolloutStore:
 def mended(
     rows: list[dict[str, Any]], read: Callable[[str, tuple[int]], tuple[Any, ...] | None]
 ) -> list[dict[str, Any]]:
-    """Return rows of rollouts, with the columns `SHOWN`, in which damaged rows have nothing that a view could not show.
-
-    `read` returns the first row of a query; None without one.
-    """
+    """Return rows of rollouts (`SHOWN`) in which damaged rows have nothing that a view could not show."""
     # Only columns of the index on names, so that SQLite answers from it without reading the damaged row.
     sql = "SELECT name FROM rollouts INDEXED BY idx_rollouts_task_name WHERE task > '' AND rowid = ?"
     for row in rows:
@@ -239,10 +220,7 @@ def label_path(name: str) -> str:
 
 
 def label_value(column: str, path: str) -> str:
-    """Return the SQL expression of a label's value; NULL without the label, or in a damaged row.
-
-    `path` is the parameter with the label's path, or the path as a literal.
-    """
+    """Return the SQL expression of a label's value by its path; NULL without the label, or in a damaged row."""
     return f"CASE WHEN json_valid({column}) THEN json_extract({column}, {path}) END"
 
 

@@ -1,11 +1,9 @@
 """The tables of the store, created with sqlite-utils, and the check that a file is a store of this version.
 
-Each table is created where it is missing, so a file of the same schema version gains tables that were added later.
-Every row carries a checksum: a stored generated column over all other columns, so that no statement can forget to
-write it. A query that reads rows compares it (`is_whole`).
+Each table is created where it is missing, so a file of the same version gains tables. Every row carries a checksum: a
+stored generated column over all others, so that no statement can forget it. Queries compare it (`is_whole`).
 
-A change that existing tables cannot express raises `SCHEMA_VERSION` and appends to `proxy.storage.migrations`, which
-brings older files to this version. Files of newer versions are refused.
+A change that existing tables cannot express raises `SCHEMA_VERSION` and appends to `proxy.storage.migrations`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -93,10 +91,7 @@ def row_checksum(*values: object) -> bytes:
 
 
 def is_whole(table: str, alias: str = "") -> str:
-    """Return the SQL condition that a row of a checked table is as it was written.
-
-    The table needs an alias where several tables have columns of the same name.
-    """
+    """Return the SQL condition that a row of a checked table, under an alias if need be, is as it was written."""
     prefix = f"{alias}." if alias else ""
     if table == "steps":
         return f"({prefix}steps_checksum IS {_STEPS_CHECKSUM.format(prefix=prefix)})"
@@ -107,8 +102,8 @@ def is_whole(table: str, alias: str = "") -> str:
 def update_guards() -> Iterator[str]:
     """Yield the statements that keep updates off damaged rows, for one connection.
 
-    An update computes the checksum of the whole row again, so it would make a damaged row look as it was written. Such
-    a row stays as it is, and is an error when it is read. Only a rollout can be ended whatever its row holds.
+    An update computes the checksum of the whole row again, so it would make a damaged row look as it was written. Only
+    a rollout can be ended whatever its row holds.
     """
     exceptions = {"rollouts": "AND NEW.finished IS OLD.finished"}
     for table in ("nodes", "records", "rollouts", "overheads", "notes", "audits"):
@@ -145,11 +140,7 @@ class ForeignDatabaseError(ValueError):
 
 
 def version_of(tables: "sqlite_utils.Database") -> int | None:
-    """Return the version of a file's tables before anything is written to it.
-
-    None for an empty file, or one that was killed while its tables were created. Raises ForeignDatabaseError if the
-    file holds something other than a store of this or of an older version.
-    """
+    """Return a file's version, or None if it is empty or unfinished. Raises ForeignDatabaseError for other files."""
     names = set(tables.table_names())
     if not names:
         return None
@@ -192,10 +183,7 @@ def create_tables(tables: "sqlite_utils.Database") -> None:
 
 
 def count_damaged(tables: "sqlite_utils.Database", names: Iterable[str] = _CHECKED) -> dict[str, int]:
-    """Return how many rows of each table are not what was written; tables without such rows are left out.
-
-    Reads all of these tables.
-    """
+    """Return how many rows of each table are not what was written, without zeros. It reads all of these tables."""
     counts = {
         name: int(tables.execute(f"SELECT COUNT(*) FROM {name} NOT INDEXED WHERE NOT {is_whole(name)}").fetchone()[0])
         for name in sorted(names)

@@ -28,10 +28,7 @@ class Store:
         namespace: Callable[[str], str] = lambda _task: "",
         block: int = 0,
     ) -> None:
-        """Open or create the store; see `StoreDatabase` and `TreeStore` for the arguments.
-
-        Raises StoreError if the file cannot be used; it is left unchanged.
-        """
+        """Open or create the store; see `StoreDatabase` and `TreeStore`. Raises StoreError, and leaves it unchanged."""
         self.database = StoreDatabase(path, sync=sync, block=block)
         self.blobs = BlobStore(self.database)  # Bytes of calls and answers.
         self.records = RecordStore(self.database, self.blobs)  # Nodes and records, one call at a time.

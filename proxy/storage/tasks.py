@@ -33,10 +33,7 @@ class TaskStore:
             )
 
     def get(self, name: str) -> dict[str, Any] | None:
-        """Return a task's columns; None if there is no such task.
-
-        Raises DamagedError if the row is not as it was written.
-        """
+        """Return a task's columns, or None. Raises DamagedError if the row is not as it was written."""
         rows = self._database.views(f"SELECT *, {_WHOLE} AS whole FROM tasks WHERE name = :name", {"name": name})
         if rows and not rows[0]["whole"]:
             raise DamagedError(f"the environment of task {name!r} is damaged in the store. PUT the task again.")

@@ -42,28 +42,19 @@ _PAGE_ROWS = 50
 
 
 class TreeStore:
-    """Reads and creates trees.
+    """Reads and creates trees; `damaged` counts rows that were left out since the start.
 
     A tree belongs to one task. A tree whose spec is shared belongs to all tasks with its root key: its column `task`
     holds no task's name, and the table `shares` lists the tasks that use it.
-
-    Attributes:
-        damaged: How many rows of nodes and records were left out since the start, because they are damaged.
     """
 
     def __init__(self, database: StoreDatabase, namespace: Callable[[str], str]) -> None:
-        """Create the reader. `namespace` returns what separates a task's shared trees from those that other tokens see.
-
-        It is empty for none.
-        """
+        """Create the reader; `namespace` separates a task's shared trees from those that other tokens see."""
         self._database, self._namespace = database, namespace
         self.damaged = 0
 
     def open(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
-        """Return the tree of a task under this root key, which is created if the store has none.
-
-        A shared spec gives the tree of all tasks with this root key.
-        """
+        """Return or create a task's tree under this root key; a shared spec has one for all tasks."""
         known = self.id_of(task, root_key, spec)
         if known is not None:
             return self.load(known)
@@ -87,9 +78,8 @@ class TreeStore:
     def loading(self, tree_id: int) -> Generator[None, None, Tree]:
         """Read an existing tree with all of its nodes and records, and yield after each slice of about a millisecond.
 
-        Damaged nodes and records are left out, and so is what no path of whole records leads to. Their number is
-        `damaged` afterwards. The tree is what the store had only if no row of it was written between the slices. Raises
-        DamagedError if the tree's own row, or its root, is not as it was written.
+        Damaged nodes and records, and what only they lead to, are left out and counted in `damaged`. The tree is what
+        the store had only if no row was written meanwhile. Raises DamagedError for the tree's own row, or its root.
         """
         sql = f"SELECT root, spec, root_key FROM trees WHERE id = ? AND {is_whole('trees')}"
         row = self._database.row(sql, (tree_id,))
@@ -133,10 +123,7 @@ class TreeStore:
         return self.shared_owner(task) if spec.shared else task
 
     def shared_owner(self, task: str) -> str:
-        """Return the owner of the trees that a task shares: empty, or the task's namespace with a leading slash.
-
-        A task that moves to another namespace loses sight of what it shared in the old one.
-        """
+        """Return the owner of the trees that a task shares: empty, or its namespace now, with a leading slash."""
         space = self._namespace(task)
         return f"/{space}" if space else ""
 
@@ -199,10 +186,7 @@ class TreeStore:
         return nodes, damaged
 
     def _uses(self, tree: Tree) -> Generator[None, None, defaultdict[int, Counter[int]]]:
-        """Return how often the steps of the tree's rollouts use each record, in groups of neighbouring numbers.
-
-        Yields between pages.
-        """
+        """Return how often the tree's rollouts use each record, in groups of close numbers. Yields between pages."""
         uses_of = defaultdict[int, Counter[int]](Counter)
         used = f"SELECT record FROM steps WHERE rollout = ? AND {is_whole('steps')}"
         counted = 0
@@ -220,10 +204,7 @@ class TreeStore:
         return uses_of
 
     def _add(self, tree: Tree) -> Generator[None, None, set[int]]:
-        """Add nodes and records, with the hits and visits of the tree's rollouts. Yields between pages.
-
-        Returns the numbers of the records that are in quarantine.
-        """
+        """Add nodes and records with hits and visits, yielding between pages; return the records in quarantine."""
         nodes, damaged = yield from self._nodes(tree)
         uses_of = yield from self._uses(tree)
         sql = (

@@ -13,14 +13,7 @@ from proxy.tree.rollout import Outcome
 
 @dataclass(slots=True)
 class StateCounters:
-    """What a member of a cluster did with the store of kept states.
-
-    Attributes:
-        sent: States that were sent.
-        fetched: States that were fetched.
-        bytes_sent: Bytes of the objects that were written.
-        bytes_fetched: Bytes of the units that were read.
-    """
+    """What a member of a cluster did with the store of kept states; bytes are of written objects and read units."""
 
     sent: int = 0
     fetched: int = 0
@@ -33,18 +26,10 @@ class Counters(CallTotals):
     """Totals since this process started. `GET /api/v1/stats` shows the numbers; `StatsView` says what each counts.
 
     Attributes:
-        endpoints: Answered calls by endpoint, and by `Outcome`.
-        egress: Requests of sandboxes to hosts outside.
-        runs: Answered calls of rollouts with the label `run`.
         hit_s: Seconds from the last byte of a hit's request to its response.
-        start_s: Seconds that sandboxes took to start.
-        restore_s: Seconds that restores took.
-        replay_s: Seconds that replays of whole suffixes took.
-        freeze_s: Seconds that captures took.
         states: Kept states that were sent to the store of a cluster, and fetched from there.
         hits_refused: Known calls that were executed all the same, by reason: their states had no way back.
         failures: Failures of the infrastructure by kind. Such a call is not recorded.
-        refusals: Requests that could not be served, by problem type.
     """
 
     replayed_calls: int = 0

@@ -12,16 +12,7 @@ MAX_EVENTS = 1000
 
 @dataclass(frozen=True, slots=True)
 class EgressEvent:
-    """One request of a program in a sandbox.
-
-    Attributes:
-        number: Its number since this process started.
-        at: When its call had ended, in seconds since 1970.
-        tree: The tree of the sandbox.
-        node: The node at which the call ran.
-        rollout: Name of the rollout that made the call; None for a replay.
-        exchange: The request.
-    """
+    """One request of a program in a sandbox, when its call had ended; no rollout made it in a replay."""
 
     number: int
     at: float
@@ -32,13 +23,7 @@ class EgressEvent:
 
 
 class EgressLog:
-    """The requests since this process started.
-
-    Attributes:
-        events: The latest ones, the oldest first.
-        requests: How many there were, by outcome.
-        size_bytes: How much came in, by outcome.
-    """
+    """The requests since this process started: the latest `events`, and counts and bytes by outcome."""
 
     def __init__(self) -> None:
         self.events: deque[EgressEvent] = deque(maxlen=MAX_EVENTS)

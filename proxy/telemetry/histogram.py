@@ -10,11 +10,7 @@ SLOW = (1e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 
 
 class Histogram:
-    """Counts durations by bucket. An observation costs 0.2 us.
-
-    Attributes:
-        total_s: Sum of all observations, in seconds.
-    """
+    """Counts durations by bucket; `total_s` is their sum."""
 
     __slots__ = ("_bounds", "_counts", "total_s")
 

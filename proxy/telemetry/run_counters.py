@@ -14,11 +14,7 @@ OTHERS = "(other)"
 
 @dataclass(slots=True)
 class RunTotals(CallTotals):
-    """Totals of one run since this process started.
-
-    Attributes:
-        used: Number of the last call, counted over all runs.
-    """
+    """Totals of one run since this process started; `used` is its last call's number over all runs."""
 
     used: int = 0
 

@@ -23,17 +23,7 @@ _ROLLOUT_BYTES = 350
 
 @dataclass(slots=True)
 class Timing:
-    """Where the seconds of one call went.
-
-    Attributes:
-        endpoint: The endpoint that received the call; empty if nothing was executed for a call.
-        tool_s: Running the tool.
-        restore_s: Starting or restoring a sandbox.
-        replay_s: Replaying calls.
-        wait_s: Waiting for an earlier call of the rollout, for the same call of another one, or for a sandbox.
-        replayed_calls: How many calls were replayed.
-        known: Whether the tree knew the call, but no way back to the state that it leads to.
-    """
+    """Where the seconds of one call went; `known` if the tree knew the call, but no way back to its target."""
 
     endpoint: str = ""
     tool_s: float = 0.0

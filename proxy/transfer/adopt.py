@@ -20,10 +20,7 @@ from snapshots.cache import SnapshotCache
 
 
 def write_draft(store: Store, draft: Draft, items: Iterable[Part | BundleLine]) -> None:
-    """Write blobs, nodes and records of a checked bundle in one transaction.
-
-    The items are in the order of the file: what a line names was written before, or is among the items before it.
-    """
+    """Write a checked bundle in one transaction; what an item names was written, or is among the items before."""
     with store.database.transaction() as execute:
         for item in items:
             if isinstance(item, Part):
@@ -63,8 +60,7 @@ class Adopter:
     async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
         """Return the number of the empty tree that a task has under a root key; None if it has none.
 
-        Checks that the task may adopt a tree of this environment: RefusalError (409) if the task has another
-        environment, or if its tree has calls or is used. `beside` allows another environment than the task's own.
+        Raises RefusalError (409) if the task has another environment (unless `beside`), or its tree is used.
         """
         if self._store.tasks.get(name) is not None:
             task = await self._tasks.open(name)
@@ -89,11 +85,7 @@ class Adopter:
 
     @asynccontextmanager
     async def restored(self, tree_id: int) -> AsyncIterator[Tree]:
-        """Yield a tree of a restored store, in memory for the block.
-
-        Raises BundleError if there is no such tree, and SpecError if its environment cannot be used here, or means
-        another root state.
-        """
+        """Yield a restored store's tree, in memory for the block. Raises BundleError, or SpecError for a bad spec."""
         if not self._store.trees.exists(tree_id):
             raise BundleError(f"the store has no tree {tree_id}.")
         tree = self._trees.load(tree_id)

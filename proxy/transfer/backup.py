@@ -8,15 +8,10 @@ A backup without snapshots is the store's file, see `proxy.storage.backup`. One 
                       numbers
     seal
 
-A backup of several workers is a bundle too, whose manifest has their number:
+A backup of several workers is one too: its manifest has `workers`, and a unit `worker-N` is the backup of each.
 
-    manifest          `backup` is true, `workers`, and the versions
-    part, chunk …     a unit `worker-N` for each worker: its own backup, of one of the forms above
-    seal
-
-A restore checks every digest, and that each state is that of its node. It leaves the bundles of states in the data
-directory. The next start of a proxy gives them to their drivers (`TransferService.adopt_restored`), because only that
-proxy knows its drivers and their settings.
+A restore checks every digest, and that each state is that of its node. The next start of a proxy gives the bundles of
+states to their drivers (`TransferService.adopt_restored`), because only that proxy knows its drivers.
 """
 
 import io
@@ -41,11 +36,7 @@ _STORE = "store"
 
 
 def pieces(store: BinaryIO, states: Mapping[int, ExportedStates], nodes: frozenset[int]) -> Iterator[bytes]:
-    """Yield the bytes of a backup with snapshots. Blocking.
-
-    `store` is a copy of the store's file, at its beginning; it is closed at the end. The snapshots, by the number of
-    their tree, stay while this runs. States of other nodes than those of the copy are left out.
-    """
+    """Yield the bytes of a backup with the snapshots of nodes in the store's copy, which is closed. Blocking."""
     with store:
         writer = Writer()
         yield writer.json("manifest", {"backup": True, "forkpoint": version("forkpoint"), "format": FORMAT})
@@ -71,12 +62,10 @@ def _states(tree: int, states: ExportedStates, nodes: frozenset[int]) -> Iterato
 def restore(
     file: Path, data: Path, advance: Callable[[int], None] = lambda _: None, *, workers: int | None = None
 ) -> RestoredBackup:
-    """Make a data directory of a backup, with or without snapshots. Everything is checked first. Blocking.
+    """Make a data directory, which must be empty, of a backup that is checked first. Blocking.
 
-    The backup is of this or of an older version. The directory is created, and must be empty. `advance` is called with
-    the number of bytes of the file that were read since the last call. `workers` is the number of workers of the
-    directory; None for as many as the proxy had that made the backup. Raises StoreError if the directory is in use or
-    not empty, or the file is no backup, damaged, or of a newer version, and OSError if the file cannot be read.
+    `advance` is called with the bytes read since the last call. `workers` divide the directory; None for as many as the
+    backup's. Raises StoreError if the directory or the file is not fit for it, and OSError if the file cannot be read.
     """
     with file.open("rb") as reading:
         is_bundle = reading.peek(8).startswith(b"manifest")
@@ -119,10 +108,7 @@ class _Unpacker:
         self._file, self._advance = file, advance
 
     def unpack(self, store: Path, states: Path) -> None:
-        """Write the store to a file, and the states of each tree to a file of their own.
-
-        Raises BundleError if the backup is damaged or none, and OSError if it cannot be read, or the disk is full.
-        """
+        """Write the store to a file, and the states of each tree to one of their own. Raises BundleError or OSError."""
         states.mkdir()
         with self._file.open("rb") as reading, ExitStack() as stack:
             output: BinaryIO = io.BytesIO()
@@ -152,10 +138,9 @@ def _target(part: Part, store: Path, states: Path) -> Path:
 
 
 def check_states(file: Path, database: StoreDatabase) -> BundleStates:
-    """Check a bundle of states against the store: every digest, and that each state is that of its node. Blocking.
+    """Check every digest of a bundle of states, and that each is that of its node in the store. Blocking.
 
-    See `numbers_of_states` for the name of the bundle. Raises BundleError if it is damaged, or has a state of another
-    node, and OSError if it cannot be read.
+    Its name is as for `numbers_of_states`. Raises BundleError, or OSError if it cannot be read.
     """
     tree, distance = numbers_of_states(file)
 

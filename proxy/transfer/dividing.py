@@ -26,10 +26,7 @@ def workers_in(bundle: BinaryIO) -> int:
 
 
 def numbers_of_states(file: Path) -> tuple[int, int]:
-    """Return the tree whose states a restored file holds, and how far its nodes' numbers have moved since (pure).
-
-    The name is `TREE.tar`, or `TREE+DISTANCE.tar`.
-    """
+    """Return a file's tree and how far its nodes' numbers moved, from `TREE.tar` or `TREE+DISTANCE.tar` (pure)."""
     tree, _, distance = file.stem.partition("+")
     return int(tree), int(distance or 0)
 
@@ -37,9 +34,7 @@ def numbers_of_states(file: Path) -> tuple[int, int]:
 def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -> Iterator[Path]:
     """Yield a file with the backup of each worker, in their order. Each is removed before the next one.
 
-    The files are made in `drafts`. `advance` is called with the number of bytes of the backup that were read since the
-    last call. Raises BundleError if the backup is damaged, or lacks a worker, and OSError if it cannot be read, or the
-    disk is full.
+    `advance` is called with the bytes read since the last call. Raises BundleError or OSError.
     """
     part_file, number, workers = drafts / "part", -1, 0
     with file.open("rb") as reading:
@@ -65,10 +60,9 @@ def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -
 
 
 def place(parts: list[Path], data: Path, workers: int) -> None:
-    """Move restored stores with their states into a data directory, divided between so many workers. Blocking.
+    """Move restored stores (`parts`) with their states into a data directory of so many workers. Blocking.
 
-    `parts` has the restored directory of each worker that made the backup, in their order. Raises StoreError if two
-    workers have the same task, and OSError if the disk is full or fails.
+    Raises StoreError if two workers have the same task, and OSError if the disk is full or fails.
     """
     if workers != len(parts):
         whole = _joined(parts)

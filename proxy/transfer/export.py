@@ -1,10 +1,8 @@
 """Writes a tree as a bundle: in one pass over the store, in a thread, in constant memory.
 
-Numbers of the bundle are positions, not numbers of the store: the k-th node that travels has number k. A record is
-written after the nodes that it names, and after its blobs, so that a reader never needs to look ahead.
-
-Records are written in the order in which they were made. Those whose source is not known yet wait for a later pass:
-a private call may have made a node first, which no record reached until another history met it there.
+The k-th node that travels has number k. A record is written after the nodes that it names, and after its blobs, so that
+a reader never needs to look ahead. Records are in the order in which they were made. Those whose source is not known
+yet wait for a later pass: a private call may have made a node first, which another history met later.
 """
 
 import sqlite3
@@ -39,11 +37,10 @@ _SENT_BYTES = 256 << 10
 def export(
     connection: sqlite3.Connection, task: str, tree: Tree, states: ExportedStates, *, current: bool
 ) -> Iterator[bytes]:
-    """Yield the bytes of a tree's bundle. Blocking: for a thread.
+    """Yield the bytes of a tree's bundle from a reader of the store, which is closed. Blocking: for a thread.
 
-    Private records are left out, because their answers are for one rollout, and so are states that were set aside. The
-    connection, a reader of the store, is closed at the end. `current` says whether the tree belongs to the task's own
-    environment. Raises StoreError if the store lacks a blob.
+    Private records are left out, because their answers are for one rollout, and so are states that were set aside.
+    `current` is whether the tree belongs to the task's own environment. Raises StoreError if the store lacks a blob.
     """
     try:
         # One transaction sees one moment of the store, whatever is recorded meanwhile.
@@ -60,10 +57,7 @@ def export(
 
 
 def estimated_bytes(connection: sqlite3.Connection, tree: int) -> int:
-    """Return about how large the bundle of a tree will be without its snapshots. Blocking.
-
-    The connection, a reader of the store, is closed at the end.
-    """
+    """Return about how large a tree's bundle is without snapshots, and close the reader. Blocking."""
     blobs = " UNION ".join(f"SELECT {name} FROM records WHERE tree = :tree" for name in ("call", "upload", "answer"))
     with closing(connection):
         (records,) = connection.execute("SELECT COUNT(*) FROM records WHERE tree = :tree", {"tree": tree}).fetchone()

@@ -6,9 +6,8 @@
     part, chunk, snapshot/…      snapshots, if they were requested: units in pieces, then the states that need them
     seal/…-<digest>              the number of parts, and the digest of every byte before
 
-Any tar program can list and unpack the file. The reader here is stricter: each header must be, bit by bit, the one that
-the writer makes for the part's name and size, and padding must be zeros. One flipped bit anywhere is therefore
-detected, and the error names the part.
+Any tar program can unpack the file. The reader here is stricter: each header must be, bit by bit, the one that the
+writer makes, and padding must be zeros. One flipped bit anywhere is therefore detected, and the error names the part.
 """
 
 import tarfile
@@ -81,10 +80,7 @@ class Writer:
 
 
 def read(file: BinaryIO) -> Iterator[Part]:
-    """Yield the parts of a bundle, each checked, the seal last. Memory: one part.
-
-    Raises BundleError if the file is no bundle, is damaged or cut off, or continues after its seal.
-    """
+    """Yield the parts of a bundle, each checked, the seal last. Raises BundleError if it is not a whole one."""
     everything, number = blake2b(digest_size=32), 0
     while True:
         digest_so_far = everything.hexdigest()

@@ -1,11 +1,9 @@
 """Unpacks the snapshots of a checked bundle into a driver. Blocking: for a thread.
 
-Theory of operation:
-
 1. A bundle holds units (a driver's layers, for example) in pieces, and states that name the units they need. A unit
    comes before the states that need it, and several states may share one.
-2. `check` has read the whole file before, so digests and sizes are known. `BundleStates.fitting` has chosen the states
-   that fit, and so the units that are needed; the others are skipped as they pass.
+2. `check` has read the whole file before. `BundleStates.fitting` has chosen the states that fit, and so the units that
+   are needed; the others are skipped as they pass.
 3. The pieces of one unit are collected in a scratch file. When the unit is complete, the driver takes it.
 4. A unit that this machine cannot hold (a full disk) is left out with the states that need it: a replay reaches them
    too. A unit or state that the driver refuses is a false file, and the import ends.
@@ -36,12 +34,10 @@ def unpack_states(
     room_bytes: int,
     recordings: RecordingPorter | None = None,
 ) -> list[tuple[StateLine, FrozenState]]:
-    """Unpack the snapshots of a bundle that fit, and return each with its line in the file.
+    """Unpack the snapshots of a bundle that fit in `room_bytes`, and return each with its line in the file.
 
-    The check has observed `states`. States of another driver are skipped. `unpacking` takes the units and states for
-    the driver, and `recordings` the recordings (None leaves them out). The scratch file, for one unit at a time, does
-    not exist before or afterwards. The unpacked units may take `room_bytes`. Raises BundleError, which names the unit
-    or state that is not what the file states.
+    States of another driver are skipped. Recordings are left out without `recordings`. The scratch file, for one unit
+    at a time, does not exist before or afterwards. Raises BundleError, which names a false unit or state.
     """
     fitting, units = states.fitting(room_bytes)
     unpacker = _UnitUnpacker(states, unpacking, scratch, units, recordings)
@@ -75,8 +71,6 @@ def _state(unpacking: Unpacking, line: StateLine, part: str) -> FrozenState:
 
 
 class _UnitUnpacker:
-    """Unpacks one unit after another."""
-
     def __init__(
         self,
         states: BundleStates,
@@ -97,7 +91,6 @@ class _UnitUnpacker:
             self._name, self._writing = name, self._scratch.open("w+b")
 
     def write(self, data: bytes) -> None:
-        """Add a piece to the unit, unless it is skipped."""
         if self._writing is not None:
             try:
                 self._writing.write(data)
@@ -105,7 +98,6 @@ class _UnitUnpacker:
                 self._fail(error)
 
     def finish(self) -> None:
-        """Give the complete unit to the driver, unless there is none."""
         if self._writing is None or self._name is None:
             return
         try:
@@ -125,7 +117,6 @@ class _UnitUnpacker:
         self.discard()
 
     def discard(self) -> None:
-        """Remove what was collected of a unit."""
         if self._writing is not None:
             with contextlib.suppress(OSError):
                 self._writing.close()

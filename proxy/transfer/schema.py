@@ -20,21 +20,7 @@ _MAX_BYTES = (1 << 63) - 1
 
 
 class BundleManifest(BaseModel):
-    """What a bundle states about itself.
-
-    Attributes:
-        forkpoint: Version of the proxy that wrote it.
-        format: Version of the file format.
-        key_version: Version of the call keys in it.
-        task: Name of the task that it was exported from.
-        root_key: Key of the tree's root state.
-        spec: Environment of the tree.
-        current: Whether this was the task's own environment.
-        nodes: How many nodes follow.
-        records: How many records follow.
-        snapshots: How many snapshots follow at most.
-        snapshots_left_out: How many snapshots of the tree could not travel.
-    """
+    """What a bundle states about itself; `current` if it is of the task's own environment."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,14 +38,7 @@ class BundleManifest(BaseModel):
 
 
 class NodeLine(BaseModel):
-    """A node. Nodes come in the order of their numbers, and the root has number 0.
-
-    Attributes:
-        node: Its number.
-        exact: Exact digest of its state, as hex; None for a state without digest.
-        content: Content digest of its state, or its witness, as hex; None if it has neither.
-        pinned: Whether its snapshot is kept whatever the budget says.
-    """
+    """A node, in the order of numbers from the root's 0, with digests as hex: exact, and content or witness."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -73,21 +52,10 @@ class RecordLine(BaseModel):
     """A recorded call.
 
     Attributes:
-        source: Number of the node where it was made.
-        target: Number of the node that it leads to.
-        key: Its call key, as hex.
-        effect: Its `Effect`.
-        seconds: How long the tool ran.
         recorded_at: When it ran, in seconds since the epoch.
         reproducible: Whether it leads to its target again.
         age_s: For how long background processes had been running (`Rollout.age_s`); None if that is not known.
-        call: Digest of the blob that holds the call.
-        upload: Digest of the blob that holds the uploaded bytes; None if there were none.
-        answer: Digest of the blob that holds the answer.
         cpu_s: What the call used of the machine, as its `ResourceUse`; None if that is not known.
-        peak_bytes: As `cpu_s`.
-        read_bytes: As `cpu_s`.
-        written_bytes: As `cpu_s`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,10 +81,7 @@ BundleLine = NodeLine | RecordLine
 
 
 def manifest_of(part: Part) -> BundleManifest:
-    """Return the content of the first part.
-
-    Raises BundleError if it cannot be read, or has a version that this proxy does not read.
-    """
+    """Return the first part's content. Raises BundleError if it cannot be read, or its version is unknown."""
     try:
         fields = orjson.loads(part.data)
         if isinstance(fields, dict) and fields.get("format") != FORMAT:

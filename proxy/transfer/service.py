@@ -90,11 +90,9 @@ class TransferService:
         current: bool = True,
         recordings: bool = False,
     ) -> Iterator[bytes]:
-        """Yield the bytes of a tree's bundle. Blocking: the caller iterates in threads.
+        """Yield the bytes of a tree's bundle with these states. Blocking: the caller iterates in threads.
 
-        `states` are the snapshots that travel with it. `current` says whether the tree belongs to the task's own
-        environment. With `recordings`, recorded responses of hosts outside travel with it. Other tasks of an equal
-        environment may have requested them.
+        With `recordings`, recorded responses of hosts travel too, which other tasks may have requested.
         """
         exported = states or ExportedStates()
         if recordings:
@@ -131,10 +129,7 @@ class TransferService:
         return ExportedStates(snapshots, porter_of(self._drivers.get(driver)), self._cache.load)
 
     async def adopt_restored(self, folder: Path) -> None:
-        """Adopt the states that a restored backup has left in a folder, if it exists, and remove their files.
-
-        A state that cannot be adopted is left out, with a warning: a replay reaches it, too.
-        """
+        """Adopt the states that a restored backup has left in a folder, as far as possible, and remove their files."""
         files, adopted = await asyncio.to_thread(lambda: sorted(folder.glob("*.tar"))), 0
         for file in files:
             try:
@@ -178,10 +173,9 @@ class TransferService:
     ) -> ImportedTree:
         """Import a bundle as a tree of a task, which is created if it does not exist. All of it is imported, or none.
 
-        The tree of a task's own environment becomes that again. The tree of another environment leaves the task's
-        environment unchanged, and serves rollouts that ask for the other one. `confine` returns the environment of the
-        file as its importer may have it. Raises RefusalError: 409 if the task has calls, or the root state differs
-        here; 413 if the file is too large; 422 if it is damaged or no bundle.
+        The tree of another environment than the task's leaves it unchanged, and serves rollouts that ask for the other
+        one. `confine` returns the environment as its importer may have it. Raises RefusalError: 409 if the task has
+        calls, or the root state differs; 413 if the file is too large; 422 if it is damaged.
         """
         async with self._importing:
             name = secrets.token_hex(8)
@@ -211,10 +205,7 @@ class TransferService:
                 await asyncio.to_thread(writing.write, chunk)
 
     async def _environment(self, task: str, manifest: BundleManifest) -> tuple[EnvironmentSpec, bool]:
-        """Return the environment of the imported tree here, and whether it is the task's own.
-
-        Raises RefusalError (409) if the root state here differs from that of the file, or the task has no room.
-        """
+        """Return the imported tree's environment here, and whether it is the task's. Raises RefusalError (409)."""
         # The task's own spec comes first: it may name the same databases at another address.
         is_known = self._store.tasks.get(task) is not None
         spec = self._tasks.spec(task) if is_known or not manifest.current else manifest.spec

@@ -52,18 +52,7 @@ class UnitLine(BaseModel):
 
 
 class StateLine(BaseModel):
-    """The content of a `snapshot`.
-
-    Attributes:
-        node: Number of its node in the bundle.
-        driver: Name of the driver that made it.
-        kind: What it holds, in the driver's words.
-        payload: What the driver needs to restore it.
-        exact: Exact digest of its state, as hex; None for a state without digest.
-        content: Content digest of its state, as hex; None for a state without digest.
-        cost_s: Seconds that a replay of its state takes.
-        units: The units that it needs.
-    """
+    """The content of a `snapshot`: what its driver needs, digests as hex, and the seconds of a replay."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -166,10 +155,7 @@ def _unit(writer: Writer, name: str, pieces: Iterator[bytes]) -> Generator[bytes
 
 
 def state_line(frozen: FrozenState, units: Sequence[UnitRef], *, node: int, cost_s: float) -> StateLine:
-    """Return what travels of a frozen state beside its units, which are in the order of its parts.
-
-    `node` is the number of its node where it goes, `cost_s` how long a replay of its state takes.
-    """
+    """Return what travels of a frozen state beside its units, for its node where it goes; a replay takes `cost_s`."""
     state = frozen.state
     exact, content = (None, None) if state is None else (state.exact.hex(), state.content.hex())
     return StateLine(
@@ -192,10 +178,9 @@ class BundleStates:
     _size: int = 0
 
     def add(self, part: Part, content_of: Callable[[int], str | None]) -> None:
-        """Check the next part that does not belong to the tree itself.
+        """Check the next part that does not belong to the tree itself; `content_of` is the content digest of a node.
 
-        `content_of` returns the content digest of a node as hex, None if it has none, and raises BundleError for a node
-        that is not in the bundle. So does this method if the part contradicts what came before it.
+        Raises BundleError if the part contradicts what came before it, or names a node that is not in the bundle.
         """
         if part.kind == "chunk":
             if self._open is None:

@@ -1,16 +1,16 @@
 """Rollouts as training data: one JSON object on a line for each, with messages, answers, timings and labels.
 
-Theory of operation:
+Of agents inside their sandbox, it can be a line for each turn instead: the nodes of a tree for training.
 
 1. The lines are read on a connection of their own, a page of rows at a time, each page in a transaction that has ended
    before a byte of it is sent. So a reader that takes an hour does not keep the store's write-ahead log from being
    folded. Which rollouts are written is settled at the beginning, and each is written as it was when its line began.
-2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, about 300 bytes.
-   So a rollout of ten thousand calls and a store of a million take the same memory.
+2. Nothing is held but the call that is written and what `calls` says of each call of the rollout, so memory does not
+   grow with the store.
 3. Every answer is compared with its digest. A call whose record was forgotten or is damaged has no messages; then
    `complete` is false.
 
-Answers are an agent's data, and headers of requests to tool servers may be credentials, so headers are left out.
+Headers of requests to tool servers may be credentials, so they are left out.
 """
 
 import codecs
@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import orjson
@@ -34,7 +35,7 @@ from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
 from proxy.tree.labels import REWARD
 from proxy.tree.rollout import Outcome
-from sandboxes.calls import ResourceUse
+from sandboxes.calls import ResourceUse, ToolResult
 from sandboxes.effects import Effect
 
 ANSWER_BYTES = 1 << 20
@@ -60,6 +61,7 @@ class TrajectoryRequest:
     rollout: str | None = None  # Only rollouts of this name; None for all.
     labels: Mapping[str, str] = field(default_factory=dict)  # Only rollouts with all of these labels.
     answer_bytes: int = ANSWER_BYTES  # Longest answer or upload; longer ones are cut and marked.
+    turns: bool = False  # In place of a line for each rollout, one for each turn of an agent inside its sandbox.
 
 
 def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterator[bytes]:
@@ -85,7 +87,6 @@ def count_rollouts(database: StoreDatabase, request: TrajectoryRequest) -> int:
 
 
 def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
-    """Return the condition of the rollouts to write, and its values."""
     parts, values = labels_condition(request.labels, "labels")
     parts += [is_whole("rollouts"), "name NOT LIKE '~%'", "calls > 0"]
     if request.tasks is not None:
@@ -97,12 +98,17 @@ def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
     return " AND ".join(parts), values
 
 
+def _reward(labels: Mapping[str, str]) -> float | None:
+    return float(labels[REWARD]) if REWARD in labels else None
+
+
 class _TrajectoryWriter:
     def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
         self._connection, self._request = connection, request
+        # Of the tree that was looked at last: the record that came first to each node, and where it was made.
+        self._origins: tuple[int, dict[int, tuple[int, int]]] = (-1, {})
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of all lines."""
         condition, values = _selected(self._request)
         (last,) = self._connection.execute("SELECT MAX(id) FROM rollouts").fetchone()
         sql = f"SELECT * FROM rollouts WHERE {condition} AND id > :after AND id <= :last ORDER BY id LIMIT 1"
@@ -115,7 +121,7 @@ class _TrajectoryWriter:
             if row is None:
                 return
             view = dict(zip(names, row, strict=True))
-            yield from self._line(view)
+            yield from self._turns(view) if self._request.turns else self._line(view)
             after = view["id"]
 
     def _steps(self, rollout: int, calls: int) -> Iterator[tuple[int, int, int]]:
@@ -133,7 +139,7 @@ class _TrajectoryWriter:
         labels = orjson.loads(row["labels"])
         head = {
             "task": row["task"], "rollout": row["name"], "id": row["id"], "labels": labels,
-            "reward": float(labels[REWARD]) if REWARD in labels else None, "finished": bool(row["finished"]),
+            "reward": _reward(labels), "finished": bool(row["finished"]),
             "created_at": row["created_at"], "used_at": row["used_at"],
             "start": f"n{row['start']}", "node": f"n{row['node']}",
         }  # fmt: skip
@@ -163,6 +169,50 @@ class _TrajectoryWriter:
             yield b"," + each if number else each
         yield b"]," + orjson.dumps(tail)[1:] + b"\n"
 
+    def _turns(self, row: Mapping[str, Any]) -> Iterator[bytes]:
+        """Yield a line for each response of a rollout's own model, with the request that it answers.
+
+        The first request of a rollout that began at a later node is in an answer on the way to there. What follows a
+        call that cannot be read is left out: its number and its request would be unknown.
+        """
+        way = self._way_to(row["tree"], row["start"])
+        turn, node, waiting = -1, "", dict[int, str | None]()
+        steps = (record for _, record, _ in self._steps(row["id"], row["calls"]))
+        for number, record in enumerate(chain(way, steps)):
+            stored = self._stored(record)
+            recorded = None if stored is None else self._recorded(stored)
+            if stored is None or recorded is None:
+                return
+            made, _, result = recorded
+            if made["endpoint"] != "harness":
+                continue
+            parent, node, turn, arguments = node, f"n{stored[6]}", turn + 1, made["arguments"]
+            answered, done = arguments.get("connection"), orjson.loads(result.body)
+            prompt = waiting.pop(answered, None)
+            if made["tool"] == "deliver" and number >= len(way):
+                line = {"task": row["task"], "rollout": row["name"], "turn": turn, "node": node, "parent": parent}
+                line |= {
+                    "prompt": prompt,
+                    "response": arguments["said"],
+                    "reward": _reward(orjson.loads(row["labels"])),
+                }
+                yield orjson.dumps(line) + b"\n"
+            waiting |= {request["connection"]: request.get("body") for request in done["requests"]}
+
+    def _way_to(self, tree: int, node: int) -> list[int]:
+        """Return the records that lead from the root to a node."""
+        if self._origins[0] != tree:
+            sql = f"SELECT target, id, source FROM records WHERE tree = ? AND source != target AND {_WHOLE}"
+            self._origins = (
+                tree,
+                {row[0]: row[1:] for row in self._connection.execute(f"{sql} ORDER BY id DESC", (tree,))},
+            )
+        way = []
+        while (origin := self._origins[1].get(node)) is not None:
+            way.append(origin[0])
+            node = origin[1]
+        return way[::-1]
+
     def _call(self, turn: int, record: int, outcome: Outcome) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return what `calls` says of a call, and its two messages; no messages if its record cannot be read."""
         call: dict[str, Any] = {
@@ -171,21 +221,18 @@ class _TrajectoryWriter:
             "media_type": None, "encoding": None, "truncated": False, "exit_code": None, "effect": [], "node": None,
             "tool_s": 0.0, "resources": None, "recorded_at": None, "marks": [],
         }  # fmt: skip
-        sql = (
-            f"SELECT call, upload, answer, effect, seconds, recorded_at, target, {', '.join(ResourceUse._fields)} "
-            f"FROM records WHERE id = ? AND {_WHOLE}"
-        )
-        row = self._connection.execute(sql, (record,)).fetchone()
+        row = self._stored(record)
         if row is None:
             return call, []
-        blobs, use = [self._blob(number) if number else b"" for number in row[:3]], ResourceUse(*row[7:])
+        use = ResourceUse(*row[7:])
         call |= {
             "effect": Effect(row[3]).names, "tool_s": row[4], "recorded_at": row[5], "node": f"n{row[6]}",
             "resources": None if use == ResourceUse() else use._asdict(),
         }  # fmt: skip
-        if any(blob is None for blob in blobs):
+        recorded = self._recorded(row)
+        if recorded is None:
             return call, []
-        made, upload, result = orjson.loads(blobs[0] or b""), blobs[1] or b"", answer_of(blobs[2] or b"")
+        made, upload, result = recorded
         content, encoding, answer_cut = self._text(result.body)
         arguments, upload_cut = self._arguments(made["arguments"], upload)
         call |= {
@@ -202,6 +249,21 @@ class _TrajectoryWriter:
             },
             {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content},
         ]  # fmt: skip
+
+    def _stored(self, record: int) -> Any:
+        """Return the row of a record; None if it is gone or damaged."""
+        sql = (
+            f"SELECT call, upload, answer, effect, seconds, recorded_at, target, {', '.join(ResourceUse._fields)} "
+            f"FROM records WHERE id = ? AND {_WHOLE}"
+        )
+        return self._connection.execute(sql, (record,)).fetchone()
+
+    def _recorded(self, row: Any) -> tuple[Any, bytes, ToolResult] | None:
+        """Return the call of a record's row, what was uploaded with it, and its answer; None if they are damaged."""
+        call, upload, answer = (self._blob(number) if number else b"" for number in row[:3])
+        if call is None or upload is None or answer is None:
+            return None
+        return orjson.loads(call), upload, answer_of(answer)
 
     def _arguments(self, arguments: Mapping[str, Any], upload: bytes) -> tuple[dict[str, Any], bool]:
         kept = {name: value for name, value in arguments.items() if name != "headers" or "target" not in arguments}

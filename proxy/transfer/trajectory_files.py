@@ -1,7 +1,6 @@
 """Trajectories as files: JSON Lines, Parquet, or a directory that Hugging Face's `datasets` loads.
 
-This runs where the files are written, in commands and in other programs' processes, and loads nothing of the proxy. It
-is the only module that imports pyarrow, which the extra `parquet` installs.
+This runs in commands and in other programs, and loads nothing of the proxy. It alone imports pyarrow (extra `parquet`).
 """
 
 import shutil
@@ -36,10 +35,7 @@ class TrajectoryFileError(ValueError):
 
 
 def format_of(path: Path) -> Format:
-    """Return the format that a path's name asks for: `.jsonl`, `.parquet`, or a dataset for a name without a suffix.
-
-    Raises TrajectoryFileError if the name has another suffix.
-    """
+    """Return the format of a path's suffix, a dataset for none. Raises TrajectoryFileError for another suffix."""
     formats: Mapping[str, Format] = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
     if not path.suffix:
         return "hf"
@@ -49,10 +45,7 @@ def format_of(path: Path) -> Format:
 
 
 class Lines:
-    """Splits a response that arrives in chunks into its lines. Memory: one line.
-
-    Only a line feed ends a line: answers may hold other characters that readers of text take for line ends.
-    """
+    """Splits a chunked response into lines at line feeds alone: answers may hold other characters that end lines."""
 
     def __init__(self) -> None:
         self._pending: list[bytes] = []
@@ -74,11 +67,9 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> None:
-    """Write a response of `GET …/trajectories` to a file or a directory, which appears when it is complete.
+    """Write a response of `GET …/trajectories` to a file or a new directory, which appears when it is complete.
 
-    For the format `hf` the path is the directory, which may not exist yet. A format of None is the one that the name
-    asks for. Raises TrajectoryFileError if the format is not known, pyarrow is missing, or the directory exists, and
-    OSError if the file cannot be written.
+    Without a format the name says it. Raises TrajectoryFileError, or OSError if it cannot be written.
     """
     chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
         "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,
@@ -124,7 +115,6 @@ def _write_shards(rows: Iterator[bytes], path: Callable[[int], Path], shard_byte
 
 
 def _up_to(rows: Iterator[bytes], size_bytes: int | None) -> Iterator[bytes]:
-    """Yield rows until they have this many bytes."""
     written = 0
     for row in rows:
         yield row

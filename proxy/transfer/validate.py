@@ -1,6 +1,6 @@
 """Checks a whole bundle before anything of it is written.
 
-Theory of operation. The lines of a bundle number its nodes as they come, and a line may name only what came before:
+The lines of a bundle number its nodes as they come, and a line may name only what came before:
 
 1. Each node but the root is followed directly by the record that leads to it first. Every node is therefore reachable
    from the root, and the tree has no cycle.
@@ -9,8 +9,7 @@ Theory of operation. The lines of a bundle number its nodes as they come, and a 
 3. Every blob that a record names is in the file, and can be read as a call or as an answer.
 4. A record's key follows from its call, so a false file cannot answer a call with another call's answer.
 
-A file that passes can be imported without further checks. What is known of nodes and blobs lies in a scratch SQLite
-file, because it may be larger than memory.
+What is known of nodes and blobs lies in a scratch SQLite file, because it may be larger than memory.
 """
 
 import re
@@ -40,8 +39,7 @@ _HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x
 def check(file: BinaryIO, scratch: Path) -> tuple[BundleManifest, BundleStates]:
     """Read and check a whole bundle; return its manifest, and what was observed about its snapshots.
 
-    Blocking: for a thread. Memory is constant: the scratch file, which does not exist before or afterwards, is for what
-    is too much to remember. Raises BundleError, whose text says what is wrong. Nothing was changed anywhere.
+    Blocking, in constant memory: the scratch file does not exist before or afterwards. Raises BundleError.
     """
     connection = sqlite3.connect(scratch)
     try:
@@ -104,10 +102,7 @@ class _BundleCheck:
         return manifest, self._states
 
     def _content(self, node: int) -> str | None:
-        """Return the content digest of a node as hex, None if its state has no digest.
-
-        Raises BundleError if there is no such node before this part.
-        """
+        """Return a node's content digest as hex, None without one. Raises BundleError if no node came before."""
         row = self._execute("SELECT content FROM nodes WHERE number = ?", (node,)).fetchone()
         if row is None or node == self._unreached:
             raise BundleError(f"there is a snapshot of node {node}, and no such node.")

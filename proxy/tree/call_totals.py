@@ -15,10 +15,7 @@ class CallTotals:
     saved_s: float = 0.0  # Seconds that tools would have run for hits and waits.
 
     def answered(self, outcome: Outcome, tool_s: float, calls: int = 1) -> None:
-        """Count calls that were answered in the same way.
-
-        `tool_s` are the seconds that the tools ran when the calls were recorded, all of them together.
-        """
+        """Count calls that were answered in the same way; `tool_s` is the time of their tools when recorded."""
         self.outcomes[outcome] += calls
         if outcome is Outcome.HIT or outcome is Outcome.WAIT:
             self.saved_s += tool_s

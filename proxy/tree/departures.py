@@ -1,7 +1,6 @@
 """Departures: the nodes at which rollouts are likely to leave the tree next, where sandboxes should be ready.
 
-A rollout that walks along recorded calls needs no sandbox until its first call that the tree does not know. The tree's
-own statistics tell where that may be: how often each call followed at a node, and how many were made there only once.
+A rollout that walks along recorded calls needs no sandbox until its first call that the tree does not know.
 
 1. `outlook` estimates for one node how likely the next call is new, and to which nodes the known ones lead.
 2. `departures` follows the rollouts `AHEAD` nodes through the tree and adds up where they are expected to leave it.
@@ -41,10 +40,9 @@ class Outlook:
 
 
 def outlook(node: Node) -> Outlook:
-    """Return what a rollout at a node is likely to do next, observations left out. O(1): at most 64 records.
+    """Return what a rollout at a node is likely to do next, observations left out. It looks at 64 records at most.
 
-    The chance of an unseen call is Good and Turing's estimate: calls made once / calls made. At a node without records
-    it is 1.
+    The chance of an unseen call is Good and Turing's estimate: calls made once / calls made; without records 1.
     """
     made, once, stays = 1, 1, 0
     moves: Counter[Node] = Counter()
@@ -64,10 +62,7 @@ def outlook(node: Node) -> Outlook:
 
 
 def departures(walkers: Mapping[Node, int]) -> dict[Node, float]:
-    """Return at which nodes how many rollouts are expected to leave the tree, by how many are at each node.
-
-    Cost: O(nodes with walkers x nodes ahead that are likely enough).
-    """
+    """Return at which nodes how many rollouts are expected to leave the tree, by how many are at each node."""
     expected: dict[Node, float] = {}
     for start, count in walkers.items():
         ahead = {start: 1.0}
@@ -94,9 +89,8 @@ def targets(
     """Return the sandboxes that are worth making, the most valuable first; a node once for each that it lacks.
 
     One sandbox at a node is enough unless more are requested: when one rollout has left there, the others know its
-    call, and the next sandbox is made while they walk. `walkers` counts the rollouts at each node that have no sandbox
-    at work. `ready` returns how many sandboxes are ready at a node, and `saved_s` what a ready one saves the call that
-    uses it.
+    call. `walkers` counts the rollouts at each node that have no sandbox at work. `ready` returns how many sandboxes
+    are ready at a node, and `saved_s` what a ready one saves the call that uses it.
     """
     chances = departures(walkers)
     result = []

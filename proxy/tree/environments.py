@@ -41,9 +41,8 @@ def spec_for(
 
     The base is the first of these that exists: the spec with which the task was PUT, the environment of the settings
     for this image, the image (with the limits of the default spec). The request then adds its variables, working
-    directory and limits. `runs_images` says whether the image that a client names is run. If it is not, `any_image`
-    says that an image means the default spec. Raises RefusalError: 404 if the image does not exist here; 400 if a
-    variable or path is impossible.
+    directory and limits. If `runs_images` is false, `any_image` says that an image means the default spec. Raises
+    RefusalError: 404 if the image does not exist here; 400 if a variable or path is impossible.
     """
     base = task_spec or request.base
     # A file of the proxy's machine is for the person who describes the task to name, not for its clients.

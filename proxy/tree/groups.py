@@ -1,7 +1,6 @@
 """Groups of rollouts, compared by the states that they reached: where they part and meet, and what winners did (pure).
 
-Rollouts are aligned by nodes and not by the number of a call: one that reads more than another is still in the same
-state. A call that changed nothing stays at its node.
+Rollouts are aligned by nodes and not by the number of a call: a call that changed nothing stays at its node.
 """
 
 import math

@@ -40,8 +40,7 @@ def canonical_json(value: Any) -> bytes:
 def call_key(call: ToolCall) -> CallKey:
     """Return the 32-byte key of a call: BLAKE2b over endpoint, tool, canonical arguments and uploaded body.
 
-    Two calls have the same key only if they are equal. Raises UncanonicalArgumentsError if the arguments have no
-    canonical form.
+    Two calls have the same key only if they are equal. Raises UncanonicalArgumentsError.
     """
     digest = blake2b(digest_size=32)
     for part in (

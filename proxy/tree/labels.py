@@ -1,7 +1,6 @@
-"""Labels of rollouts: what a trainer says of a rollout, so that rollouts can be filtered, grouped and summed by it.
+"""Labels of rollouts, by which a trainer filters, groups and sums them.
 
-Labels are no part of a state and of no call's key. An agent can send them too, so they are bounded here and escaped
-wherever they are shown.
+They are no part of a state or key. Agents can send them too, so they are bounded here and escaped wherever shown.
 """
 
 import math
@@ -34,10 +33,7 @@ REWARD = "reward"
 
 
 def checked(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return labels as they are kept: from strings, numbers and booleans by name.
-
-    Raises RefusalError (422) if a name or a value is malformed or too long, or there are too many.
-    """
+    """Return labels as they are kept, all as strings. Raises RefusalError (422) if they break a rule."""
     if len(values) > MAX_LABELS:
         raise _refusal(f"a rollout has at most {MAX_LABELS} labels, not {len(values)}. Leave some out.")
     return {name: _value(name, value) for name, value in values.items()}
@@ -56,10 +52,7 @@ def inherited(labels: Labels) -> dict[str, str]:
 
 
 def parsed(text: bytes) -> dict[str, str]:
-    """Return the labels in the text of a header or a query: `run=r7,step=3`, values percent-encoded.
-
-    Raises RefusalError (422) if the text is malformed or too long, or `checked` refuses a label.
-    """
+    """Return the labels in a header or a query: `run=r7,step=3`, percent-encoded. Raises RefusalError (422)."""
     if len(text) > MAX_TEXT:
         raise _refusal(f"labels have at most {MAX_TEXT} bytes. Set more with PATCH …/rollouts/{{rollout}}/labels.")
     values: dict[str, str] = {}

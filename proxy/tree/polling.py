@@ -28,10 +28,9 @@ def agree(age_s: float, other_s: float) -> bool:
 
 
 def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
-    """Return the key under which a rollout looks up a call, whose own key (`keys.call_key`) is given, and records it.
+    """Return the key under which a rollout looks up a call and records it, at a monotonic time.
 
-    It is the key itself, a key for the n-th repetition, or a key of the rollout's own if it shares no records. `now` is
-    a time of the proxy's monotonic clock.
+    It is the call's own (`keys.call_key`), one of the n-th repetition, or the rollout's if it shares no records.
     """
     if not rollout.cached:
         return private_key(key, rollout.id, rollout.calls)
@@ -43,10 +42,7 @@ def key_for(rollout: Rollout, key: CallKey, now: float) -> CallKey:
 
 
 def holds(record: Record | None, rollout: Rollout, now: float) -> bool:
-    """Return whether an answer holds for a rollout at this time, as far as the age of processes goes.
-
-    Without a record at the rollout's node, anything may be recorded. `now` is a time of the proxy's monotonic clock.
-    """
+    """Return whether an answer holds for a rollout now, by the age of processes; without a record, any does."""
     if record is None or record.source.state is not None or record.source.still or record.age_s == math.inf:
         return True
     return agree(rollout.age_s(now), record.age_s)

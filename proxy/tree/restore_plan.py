@@ -2,8 +2,7 @@
 
 A plan has a start, where a sandbox can be had, and a suffix of recorded calls to replay from there. Going up from the
 target, each node offers up to three ways: a sandbox that is there (free), a snapshot, and at the root a fresh sandbox.
-Each step up adds the seconds of one replayed call. The search ends as soon as the replay alone costs more than the best
-plan, so it is O(length of the suffix), not O(depth).
+Each step up adds one replayed call. The search ends as soon as the replay alone costs more than the best plan.
 """
 
 import math
@@ -55,8 +54,7 @@ def plan_restore(
 
     A doubtful replay counts as `DOUBT_S` dearer, so a snapshot behind it is preferred to a sandbox before it. A record
     whose replay is known to diverge ends the search. `idle_at` returns whether an idle sandbox at a node may be taken.
-    The snapshots of the nodes to `avoid` must not be used. `proven` replays only records whose target a replay has
-    reached before.
+    No snapshot of the nodes to `avoid` is used. `proven` replays only records whose target a replay has reached before.
     """
     if idle_at(target):
         # Nothing is cheaper. Most calls of a rollout end here.
@@ -92,8 +90,7 @@ def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> boo
     proven. Beside live processes a proof is not needed where the driver could not save them, or the call left nothing
     random (`tree.doubtful`): without checkpoints, no state behind a server could be shared otherwise. Live processes in
     the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. `stored` are
-    the numbers of nodes whose states a store has that members of a cluster share. O(1) where states are kept, else
-    O(calls since the last kept state).
+    the numbers of nodes whose states a store has that members of a cluster share.
     """
     node = record.target
     if node is record.source or tree.spec.driver in OUTSIDE_DRIVERS:

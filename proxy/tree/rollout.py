@@ -28,10 +28,7 @@ def is_moving(node: Node) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Rollout:
-    """One agent's run of a task.
-
-    All times are seconds of the proxy's monotonic clock. Methods take the current time as `now`.
-    """
+    """One agent's run of a task. All times, such as `now`, are seconds of the proxy's monotonic clock."""
 
     id: int
     name: str  # Unique among the running rollouts of its task.
@@ -65,8 +62,7 @@ class Rollout:
     def age_s(self, now: float) -> float:
         """Return for how many seconds background processes had been running when the current call arrived.
 
-        The time counts over all nodes with live processes since the last node without. There it is 0, and at the root,
-        whose servers were awaited.
+        The time counts over all nodes with live processes since the last node without, where it is 0, as at the root.
         """
         return max(0.0, (self.requested_at or now) - self.live_from) if is_moving(self.node) else 0.0
 

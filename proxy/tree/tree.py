@@ -163,10 +163,7 @@ class Tree:
             self._index(node)
 
     def add_record(self, record: Record) -> None:
-        """Add a record to its source. The first record to reach a node becomes the node's origin.
-
-        Raises ValueError if the source has a record with this key already.
-        """
+        """Add a record to its source, and as the origin of a new node. Raises ValueError if its key is taken."""
         if record.key in record.source.records:
             raise ValueError(f"node n{record.source.id} has a record under this key already")
         self.size += 1
@@ -192,10 +189,7 @@ class Tree:
         self._index(self.root)
 
     def forget(self, node: Node) -> tuple[list[Node], list[Record]]:
-        """Remove a node and all that came from it, with every record that leads there. O(size of the tree).
-
-        Returns the removed nodes, which are detached, and the removed records. Raises ValueError for the root.
-        """
+        """Remove a node, not the root, with all that came from it and every record that leads there; return them."""
         if node is self.root:
             raise ValueError("the root cannot be forgotten; delete the task instead")
         gone = self.closure(node)
@@ -215,8 +209,7 @@ class Tree:
     def set_aside(self, record: Record, why: str) -> list[Node]:
         """Answer no more calls from a record, because its target cannot be rebuilt. People are shown why.
 
-        Returns the target and all nodes that came from it. They are marked as diverged but stay in memory, for the
-        rollouts that are there.
+        Returns the target and all nodes that came from it: marked as diverged, and kept for rollouts that are there.
         """
         lost = sorted(self._offspring(record.target), key=lambda n: n.id)
         for node in lost:

@@ -43,16 +43,7 @@ _COLUMNS = {200: {"model": TreeColumns}}
 
 
 class TitleView(BaseModel):
-    """A call in one line.
-
-    Attributes:
-        node: The node that it leads to; for an observation the node that it was made at.
-        record: Number of its record.
-        text: The call as text, cut to 200 characters.
-        exit_code: The exit code in the answer; null if the answer has none.
-        seconds: How long the tool ran.
-        hits: Number of hits that it has answered.
-    """
+    """A call in one line, and the node that it leads to; for an observation its own."""
 
     node: str
     record: int
@@ -66,19 +57,10 @@ class RecordView(BaseModel):
     """A recorded call with its answer.
 
     Attributes:
-        record: Number of the record.
-        node: The node that the call was made at.
         leads_to: The node that it leads to; for an observation the same node.
-        call: The call.
-        upload_bytes: Size of the body that was uploaded with it.
-        effect: What it changed.
-        seconds: How long the tool ran.
-        hits: Number of hits that it has answered.
-        recorded_at: When it was recorded.
         private: Whether the record serves only the rollout that made it.
         reproducible: Whether a replay of the call is expected to reach the same state.
         resources: What the call used of the machine; null if nothing is known.
-        answer: The answer.
         passed: The latest rollouts that made the call, at most 200.
     """
 
@@ -99,13 +81,7 @@ class RecordView(BaseModel):
 
 
 class FailuresView(BaseModel):
-    """The failed calls of a tree.
-
-    Attributes:
-        upto: The last record that was examined; pass it as `after` in the next request.
-        nodes: Numbers of the nodes that failed calls led to.
-        reads: Numbers of the nodes at which observations failed.
-    """
+    """The failed calls of a tree and of observations (`reads`) up to a record: `after` of the next request."""
 
     upto: int
     nodes: list[int]
@@ -113,16 +89,7 @@ class FailuresView(BaseModel):
 
 
 class TimingView(BaseModel):
-    """When a call was answered, and where its time went.
-
-    Attributes:
-        answered_at: When the call was answered; null for a call from before the proxy started.
-        wait_s: Seconds of waiting for other calls.
-        restore_s: Seconds of restoring or starting a sandbox.
-        replay_s: Seconds of replaying calls.
-        tool_s: Seconds that the tool ran.
-        replayed_calls: Number of replayed calls.
-    """
+    """When a call was answered (null if before the proxy started), and where its time went."""
 
     answered_at: UtcTime | None
     wait_s: float = 0.0
@@ -137,12 +104,7 @@ page_data = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM
 
 @dataclass(frozen=True, slots=True)
 class PageData:
-    """What the page's routes keep between requests.
-
-    Attributes:
-        lookups: Reads what the tree in memory does not hold: failures, and the rollouts that made a call.
-        titles: One line for each call.
-    """
+    """What the page's routes keep between requests; `lookups` read what the tree in memory does not hold."""
 
     lookups: Lookups
     titles: Titles

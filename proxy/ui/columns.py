@@ -1,7 +1,7 @@
 """A tree as columns of numbers: the page draws 50,000 nodes from one response of a few megabytes, or from updates.
 
-Reading a tree of that size takes a tenth of a second, which would delay every hit. So it is read in slices, and calls
-are answered between two slices. A change between two slices looks as if the page had requested the tree a moment later.
+Reading such a tree would delay every hit, so it is read in slices, and calls are answered between two slices. A change
+between them looks as if the page had requested the tree a moment later.
 """
 
 import asyncio
@@ -36,14 +36,10 @@ class Columns(BaseModel):
     Attributes:
         id: Number of the node: 12 for `n12`.
         parent: Number of its parent; 0 for the root.
-        seconds: How long the tool of its call ran.
-        hits: Number of hits that this call has answered.
         saved: Seconds of tool time that hits of the call and of the observations saved.
-        seen: Number of observations.
         seen_hits: Number of hits that the observations have answered.
         effect: What the call changed: the bits of `Effect`.
         marks: The bits of `Mark`.
-        passes: How often a rollout reached the node.
     """
 
     id: list[int] = Field(default_factory=list)
@@ -62,15 +58,9 @@ class TreeColumns(BaseModel):
     """A page of a tree's nodes, in the order of their creation.
 
     Attributes:
-        task: Name of the task.
-        root: Number of the root.
         nodes: Number of all nodes. A client that has another number missed that a subtree was forgotten.
-        more: Whether there are nodes after these.
-        columns: The nodes.
         meets: Records that lead to a node with another parent, as pairs of node numbers.
         standing: Names of the running rollouts, by node number.
-        warm: Numbers of the nodes with warm forks.
-        sandboxes: Numbers of the nodes with a sandbox.
     """
 
     task: str
@@ -85,13 +75,7 @@ class TreeColumns(BaseModel):
 
 
 async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[tuple[int, int]], bool]:
-    """Return the columns and `meets` of the nodes after a node, and whether there are more.
-
-    Args:
-        tree: The tree.
-        after: Number of the node; 0 for all nodes.
-        limit: Maximum number of nodes.
-    """
+    """Return the columns and `meets` of nodes after a number (0 for all), and whether there are more."""
     chosen, more = _after(tree, after, limit)
     columns, meets = Columns(), []
     read = 0
@@ -107,10 +91,7 @@ async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[
 
 
 def _after(tree: Tree, after: int, limit: int) -> tuple[list[Node], bool]:
-    """Return the nodes after a number, and whether there are more.
-
-    Node numbers grow with time and the tree keeps nodes in that order. So an update reads from the end: O(limit).
-    """
+    """Return the nodes after a number, from the end, because numbers grow, and whether there are more."""
     newest = itertools.takewhile(lambda node: node.id > after, reversed(tree.nodes.values()))
     new = list(itertools.islice(newest, limit + 1))
     if len(new) <= limit:
@@ -162,14 +143,9 @@ def tree_columns(
     task: str, tree: Tree, read: tuple[Columns, list[tuple[int, int]], bool], standing: Mapping[int, list[str]],
     sandboxes: Iterable[tuple[int, bool]],
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a `TreeColumns` as plain values, because validating 100,000 numbers takes longer than reading them.
+    """Return a `TreeColumns`, from the result of `columns_of`, without validation, which takes longer than reading.
 
-    Args:
-        task: Name of the task.
-        tree: The tree.
-        read: The result of `columns_of`.
-        standing: Names of the running rollouts, by node number.
-        sandboxes: Node number of each sandbox, and whether it is a warm fork.
+    Each of the `sandboxes` is the number of its node, and whether it is a warm fork.
     """
     columns, meets, more = read
     positions = list(sandboxes)

@@ -21,25 +21,14 @@ _EXIT_CODE = re.compile(rb'(?<!\\)"exit_code":\s*(-?[0-9]+)')
 
 @dataclass(slots=True)
 class Failures:
-    """The failed calls of a tree.
-
-    Attributes:
-        upto: The last record that was examined.
-        calls: Numbers of the record, of the node that the call was made at, and of the node that it leads to.
-    """
+    """The failed calls of a tree: numbers of record, source and target, up to the last that was examined."""
 
     upto: int = 0
     calls: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 class PassageView(BaseModel):
-    """A rollout that made a call.
-
-    Attributes:
-        rollout: Name of the rollout.
-        turn: Number of the call in the rollout, from 0.
-        outcome: How the call was answered.
-    """
+    """A rollout that made a call, by its number in the rollout from 0, and how it was answered."""
 
     rollout: str
     turn: int

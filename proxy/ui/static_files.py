@@ -33,13 +33,7 @@ HEADERS = {
 
 @dataclass(frozen=True, slots=True)
 class StaticFile:
-    """A file of the page.
-
-    Attributes:
-        media_type: Its `Content-Type`.
-        data: Its content.
-        tag: Its `ETag`.
-    """
+    """A file of the page, with its `ETag`."""
 
     media_type: str
     data: bytes
@@ -74,9 +68,10 @@ def page() -> APIRouter:
     router = APIRouter(include_in_schema=False)
     files = read_files()
 
+    # The page's relative links need the slash at the end.
     @router.get("/")
-    async def root() -> Response:
-        """Redirect the proxy's address to the page."""
+    @router.get("/ui")
+    async def bare() -> Response:
         return Response(status_code=307, headers={"location": "/ui/"})
 
     # The same page as /ui/docs.html, whose links are relative to /ui/.
@@ -86,11 +81,6 @@ def page() -> APIRouter:
     async def describe() -> Response:
         """Show the description of the REST API."""
         return Response(docs, media_type=MEDIA_TYPES[".html"], headers=HEADERS)
-
-    @router.get("/ui")
-    async def bare() -> Response:
-        # The page's relative links need the slash at the end.
-        return Response(status_code=307, headers={"location": "/ui/"})
 
     @router.get("/ui/{path:path}")
     async def file(path: str, request: Request) -> Response:

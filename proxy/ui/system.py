@@ -28,14 +28,7 @@ _examining = asyncio.Lock()
 
 
 class SettingView(BaseModel):
-    """A setting.
-
-    Attributes:
-        name: Its name in a TOML file; `FORKPOINT_` and the name in capitals is its variable.
-        value: Its value; secrets are never shown.
-        usual: Whether it has its default value.
-        about: What it does.
-    """
+    """A setting: `FORKPOINT_` and its name in capitals is its variable. Values of secrets are never shown."""
 
     name: str
     value: Any
@@ -44,12 +37,7 @@ class SettingView(BaseModel):
 
 
 class HistoryView(BaseModel):
-    """The activity of a span of time.
-
-    Attributes:
-        step_s: Length of a step in seconds.
-        steps: The steps, oldest first. Steps in which the proxy did not run are missing.
-    """
+    """The activity of a span of time, oldest first. Steps in which the proxy did not run are missing."""
 
     step_s: int
     steps: list[Second]

@@ -1,7 +1,4 @@
-"""The ways of a tree's rollouts: the nodes that each reached, how its calls were answered, and its labels.
-
-The page lights a way in the map, colours nodes by the labels of their rollouts, and shows groups as lanes.
-"""
+"""The ways of a tree's rollouts: the nodes that each reached, how its calls were answered, and its labels."""
 
 import asyncio
 import itertools
@@ -30,9 +27,6 @@ class WayView(BaseModel):
     """The way of a rollout.
 
     Attributes:
-        rollout: Name of the rollout.
-        finished: Whether it has ended.
-        labels: Its labels.
         start: Number of the node that it began at.
         nodes: Number of the node after each call; 0 where the record was forgotten since.
         records: Number of the record that answered each call.
@@ -51,11 +45,7 @@ class WayView(BaseModel):
 
 
 class WaysView(Page[WayView]):
-    """A page of the ways of a tree's rollouts.
-
-    Attributes:
-        damaged: Rollouts and steps of this page that are left out because rows of the store are damaged.
-    """
+    """A page of ways; `damaged` counts rollouts and steps that are left out because their rows are damaged."""
 
     damaged: int = 0
 
@@ -73,13 +63,7 @@ async def get_ways(
 
 
 def read_ways(connection: sqlite3.Connection, tree: int, wanted: ListQuery) -> WaysView:
-    """Read a page of the ways of a tree. Blocking: 5 µs for each step, in a thread of its own.
-
-    Args:
-        connection: A connection to the store that only reads. Fold the journal before.
-        tree: Number of the tree.
-        wanted: Which page; the sort key is when the rollouts began.
-    """
+    """Read a page of a tree's ways, by when rollouts began. Fold the journal before. Blocking."""
     end, values = wanted.sql("id")
     # Names that begin with ~ are rollouts of the proxy itself.
     chosen = "FROM rollouts WHERE tree = :tree AND name < '~'"

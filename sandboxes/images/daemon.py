@@ -71,9 +71,9 @@ class ImageDaemon:
             self._clients.popitem()[1].close()
 
     def check(self) -> dict[str, Any]:
-        """Return the daemon's description of itself (`docker info`)."""
-        info: dict[str, Any] = self._retried(lambda: self._docker().info())
-        return info
+        """Return the daemon's description of itself (`docker info`). Asked once: no start waits for it."""
+        with self._errors():
+            return self._docker().info()
 
     # -- images ------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ Without root, the kernel refuses an overlay of `/`. Then `/usr`, `/opt` and dpkg
 `/etc` is a copy of what everybody may read.
 """
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -195,21 +196,34 @@ def _mask_var(host: Path, target: Path) -> None:
 
 
 def _mask_unreadable(host: Path, target: Path, mask: Path) -> None:
-    for folder, names, files in os.walk(host):
-        for name in [*names]:
-            status = (Path(folder) / name).lstat()
-            if not stat.S_ISLNK(status.st_mode) and status.st_mode & 0o005 != 0o005:
-                _hide(Path(folder) / name, mask)
-                # os.walk does not descend into names that are removed from its list. A hidden directory hides all below
-                # it.
-                names.remove(name)
-        for name in files:
-            status = (Path(folder) / name).lstat()
-            # The sandbox's root has DAC_OVERRIDE, so modes would not keep it from reading the host's keys.
-            if not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o004:
-                _hide(Path(folder) / name, mask)
+    for path in _unreadable(str(host)):
+        _hide(Path(path), mask)
     if target.is_dir():
         _copy_attributes(host, target)
+
+
+def _unreadable(top: str) -> Iterator[str]:
+    """Yield what not everybody may read below a directory, but for what is hidden with its directory.
+
+    The sandbox's root has DAC_OVERRIDE, so modes would not keep it from reading the host's keys.
+    """
+    # By `scandir`: tens of thousands of files are looked at, and paths as objects would take most of the time.
+    pending = [top]
+    while pending:
+        # Other errors end the build: what cannot be listed cannot be hidden.
+        with contextlib.suppress(FileNotFoundError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.is_symlink():
+                    continue
+                try:
+                    mode = entry.stat(follow_symlinks=False).st_mode
+                except FileNotFoundError:
+                    continue
+                needed = 0o005 if stat.S_ISDIR(mode) else 0o004
+                if mode & needed != needed:
+                    yield entry.path
+                elif stat.S_ISDIR(mode):
+                    pending.append(entry.path)
 
 
 def _hide(path: Path, mask: Path) -> None:

@@ -1,7 +1,6 @@
 """Renders lists of the REST API for the terminal. Pure.
 
-Names come first and are never cut: where a terminal is too narrow for all columns, the last columns are left out, and
-a line below the table names them.
+Names come first and are never cut: where a terminal is too narrow, a line names the last columns, which are left out.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +41,6 @@ class ListColumns:
             yield Text(f"not shown here: {', '.join(hidden)}. Widen the terminal, or use --json.", style="dim")
 
     def _fitting(self, width: int) -> int:
-        """Return how many columns fit."""
         used = 0
         for index, title in enumerate(self.titles):
             used += max([len(title), *(len(row[index]) for row in self.rows)]) + _GAP

@@ -1,8 +1,6 @@
 """A rollout or a task's tree as one HTML file: every call with its answer, to be sent to others. Pure.
 
-Theory of operation:
-
-1. The input are trajectories, so the page shows what rollouts did. Calls with one record are one row in a tree.
+1. The page shows trajectories. Calls with one record are one row in a tree.
 2. Commands and answers are an attacker's data. Each text is escaped, and control characters and direction marks are
    shown as escapes. The page has no script, no link and no form. Its policy forbids everything but the one style
    sheet, which is named by its hash, and pictures inside the file.
@@ -93,11 +91,7 @@ def rollout_page(line: Json) -> Iterator[str]:
 
 
 def tree_page(task: str, lines: Iterable[Json], *, limit: int) -> Iterator[str]:
-    """Yield the parts of a page that shows what all rollouts of a task did, as a tree.
-
-    The rollouts are as `GET …/trajectories` has them. `limit` is the most recorded calls on the page; calls of later
-    rollouts beyond it are left out.
-    """
+    """Yield the parts of a page that shows the trajectories of a task as a tree of `limit` recorded calls at most."""
     tops, rows, shown, complete = _grow(lines, limit)
     yield _head(f"{task}: tree")
     yield _incomplete(complete)
@@ -178,7 +172,6 @@ def _row(entry: _PageEntry, depth: int, before: str, node: str, after: str = "")
 
 
 def _parts(entry: _PageEntry) -> str:
-    """Return arguments and answer as blocks."""
     call, content = entry.call, entry.content
     blocks = [("Arguments", _pretty(entry.function["arguments"]))]
     value = _parsed(content) if call["encoding"] == "utf-8" else None

@@ -1,7 +1,4 @@
-"""One or two reports as one HTML file without scripts: tables, and plots as inline SVG. Pure.
-
-Names of groups come from labels, which anyone may choose; every text is escaped.
-"""
+"""One or two reports as one HTML file: tables and inline SVG, no scripts, every text escaped. Pure."""
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape

@@ -1,8 +1,4 @@
-"""Renders a task's tree for the terminal, with rich. Pure.
-
-Only children indent the tree that have siblings: a trajectory of a thousand calls is a flat list, and the branches are
-easy to see.
-"""
+"""Renders a task's tree for the terminal, with rich. Only branches are indented, not long trajectories. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -32,10 +28,7 @@ NodeView = Mapping[str, Any]
 
 
 def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()) -> RenderableType:
-    """Render a tree of any depth, without recursion: the response of `GET /api/v1/tasks/{task}/tree`.
-
-    `trees` is the response of `…/trees`; the trees that are not shown are listed below.
-    """
+    """Render the response of `…/tree`, of any depth, without recursion; list those of `…/trees` that are not shown."""
     nodes: Sequence[NodeView] = view["nodes"]
     children: dict[Any, list[NodeView]] = {}
     for node in nodes:

@@ -24,14 +24,7 @@ class Source(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolAnswer:
-    """The result of a call as the agent sees it.
-
-    Attributes:
-        stdout: Output of a command; of other calls the body of the response.
-        stderr: Error output of a command; empty for other calls.
-        exit_code: Exit code of a command; None if it timed out, and for other calls.
-        status: HTTP status.
-    """
+    """The result of a call as the agent sees it; `exit_code` is None if it timed out, or is no command."""
 
     stdout: str
     stderr: str
@@ -41,13 +34,7 @@ class ToolAnswer:
 
 @dataclass(frozen=True, slots=True)
 class CallId:
-    """Identifies a recorded call.
-
-    Attributes:
-        task: Name of the task in the workload.
-        rollout: Name of the rollout in the workload.
-        index: Position of the call in the rollout, from 0.
-    """
+    """Identifies a recorded call by the names of the workload, and its position in the rollout, from 0."""
 
     task: str
     rollout: str
@@ -56,16 +43,7 @@ class CallId:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """The result of one replayed call: either an answer or an error.
-
-    Attributes:
-        shown: The call as the agent wrote it.
-        seconds: How long the caller waited, including refused attempts.
-        answer: The answer; None after an error.
-        error: The error; None after an answer.
-        source: Where the answer came from; None if that is unknown.
-        refusals: How often the proxy refused the call with 429 or 503 before.
-    """
+    """The result of one replayed call: an answer or an error, with the `seconds` of refused attempts (429, 503) too."""
 
     shown: str
     seconds: float
@@ -77,16 +55,7 @@ class ReplayedCall:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRun:
-    """The result of one pass over a workload.
-
-    Attributes:
-        cached: Whether records were used.
-        wall_s: Duration of the whole pass in seconds.
-        outcomes: The results of the calls, in the order of the workload.
-        spent: By how much each of `TOTALS` grew.
-        unsent: Number of calls that were not sent because the proxy could not be reached.
-        troubles: Errors outside the calls.
-    """
+    """The result of one pass over a workload; `spent` says by how much each of `TOTALS` grew."""
 
     cached: bool
     wall_s: float
@@ -129,12 +98,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The comparison of two runs.
-
-    Attributes:
-        compared: Number of calls that both runs answered.
-        differences: The calls with different answers.
-    """
+    """The comparison of two runs: how many calls both answered, and which of them differently."""
 
     compared: int
     differences: tuple[Difference, ...]
@@ -196,12 +160,7 @@ def errors_of(run: ReplayRun) -> list[str]:
 
 
 def percentile(ascending: Sequence[float], share: float) -> float:
-    """Return a percentile by nearest rank; 0.0 for no values.
-
-    Args:
-        ascending: The values in ascending order.
-        share: The percentile as a share, from 0 to 1.
-    """
+    """Return a percentile by nearest rank; 0.0 for no values. The share is from 0 to 1."""
     return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else 0.0
 
 

@@ -35,12 +35,7 @@ class ReplayError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ReplayNames:
-    """Maps the workload's names to names that the proxy accepts.
-
-    Attributes:
-        task_suffix: Appended to names of tasks.
-        rollout_suffix: Appended to names of rollouts.
-    """
+    """Maps the workload's names to names that the proxy accepts, by what is appended to them."""
 
     task_suffix: str
     rollout_suffix: str
@@ -66,20 +61,9 @@ async def replay(
 ) -> ReplayRun:
     """Replay a workload through a proxy, in the order of the workload.
 
-    A call that fails is recorded as an error, and its rollout continues as its agent would. If the proxy cannot be
-    reached any more, the rollout ends, because it is unknown whether the call ran.
-
-    Args:
-        url: Base URL of the proxy.
-        workload: The recorded calls.
-        cached: Whether records may answer calls. If not, each call is executed, and the tasks are deleted afterwards.
-        names: Maps names of the workload to names in the proxy.
-        at_once: Number of concurrent rollouts.
-        on_call: Receives the result of each call.
-        trust_env: Whether to use HTTP_PROXY and similar variables.
-
-    Raises:
-        ReplayError: The proxy cannot be reached at the start, or it refuses a task's environment.
+    A call that fails is an error, and its rollout continues as its agent would. If the proxy cannot be reached any
+    more, the rollout ends, because it is unknown whether the call ran. If not `cached`, each call is executed, and the
+    tasks are deleted afterwards. Raises ReplayError if the proxy cannot be reached, or refuses a task's environment.
     """
     connect = connector(url, trust_env=trust_env)
     async with connect() as client:
@@ -125,16 +109,7 @@ def _pairs(workload: Workload) -> Iterator[tuple[RecordedTask, RecordedRollout]]
 
 @dataclass(frozen=True, slots=True)
 class _Replay:
-    """A pass over a workload that is in progress.
-
-    Attributes:
-        connect: Makes a client. Each concurrent rollout has its own, because a shared client takes milliseconds per
-            call to choose a connection, which would distort the measured times.
-        names: Maps names of the workload to names in the proxy.
-        on_call: Receives the result of each call.
-        outcomes: The results so far.
-        troubles: Errors outside the calls.
-    """
+    """A pass over a workload that is in progress, with a client for each rollout: a shared one would distort times."""
 
     connect: Callable[[], httpx.AsyncClient]
     names: ReplayNames
@@ -192,17 +167,7 @@ class _Replay:
 
 
 async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *, patience_s: float) -> ReplayedCall:
-    """Make one call, which is retried while the proxy is overloaded.
-
-    Args:
-        client: The client.
-        base: Path of the rollout.
-        request: The call.
-        patience_s: Timeout of an attempt, beyond the timeout that the call itself has.
-
-    Raises:
-        httpx.TransportError: The proxy did not answer.
-    """
+    """Make one call, retried while the proxy is overloaded, or raise httpx.TransportError."""
     own_s = request.arguments.get("timeout_s") if isinstance(request.arguments, dict) else None
     timeout_s = patience_s + own_s if isinstance(own_s, int | float) else patience_s
     body, headers = b"", dict(request.headers)
@@ -221,11 +186,7 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
 
 
 def read_outcome(response: httpx.Response, request: WorkloadRequest) -> ReplayedCall:
-    """Return the result in a response of the data plane.
-
-    The proxy's own errors are errors, and so is a response to a command that is not a command's result. Whatever else a
-    tool answers is an answer.
-    """
+    """Return the result in a response: an error if it is the proxy's own, or no command's result for a command."""
     outcome = ReplayedCall(request.shown, 0.0, source=read_source(response.headers.get("Cache-Status", "")))
     kind = _details(response).get("type")
     refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
@@ -277,11 +238,7 @@ async def totals(client: httpx.AsyncClient) -> dict[str, Any]:
 
 
 async def control(client: httpx.AsyncClient, method: str, path: str, body: Any = None) -> dict[str, Any]:
-    """Send a request to the control plane and return the JSON object of the response.
-
-    Raises:
-        ReplayError: The proxy cannot be reached, or it refused the request.
-    """
+    """Send a request to the control plane and return the response's JSON object. Raises ReplayError."""
     try:
         response = await client.request(method, path, json=body)
     except httpx.TransportError as error:

@@ -86,11 +86,7 @@ async def make_runs(
     keep_names: bool,
     console: Console,
 ) -> ReplayReport:
-    """Make the runs one after another, each with a progress bar, through a temporary proxy or one at a URL.
-
-    `keep_names` says whether the cached run keeps the names of tasks. Raises ReplayError if the proxy cannot be
-    reached, or refuses a task.
-    """
+    """Make the runs one after another, each with a progress bar. Raises ReplayError if the proxy is of no use."""
     url, trust_env = (proxy.url, False) if isinstance(proxy, EphemeralProxy) else (proxy, True)
     run_id = secrets.token_hex(3)
     runs: list[ReplayRun] = []

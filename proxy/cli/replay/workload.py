@@ -1,7 +1,8 @@
 """Recorded workloads, read as requests to the endpoints of tasks.
 
-A file has one JSON object per line, and each line is one rollout:
-`{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}` (`docs/data.md`).
+Each line of a file is the JSON object of one rollout (`docs/data.md`):
+
+- `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
 """
 
 import hashlib
@@ -33,16 +34,7 @@ class WorkloadError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """The request of one recorded call.
-
-    Attributes:
-        index: Position of the call in the rollout, from 0.
-        path: Path below the rollout's URL, with a query if there is one.
-        arguments: The JSON body; None for none.
-        shown: The call as the agent wrote it.
-        method: The HTTP method.
-        headers: More headers.
-    """
+    """The request of one recorded call, at a position in the rollout from 0, to a path below its URL."""
 
     index: int
     path: str
@@ -97,11 +89,7 @@ class Workload:
 
 
 def read_workload(files: Sequence[Path]) -> Workload:
-    """Read files into one workload. A task may have rollouts in several files.
-
-    Raises:
-        WorkloadError: A file or a line cannot be read, or a call uses an unknown tool.
-    """
+    """Read files into one workload; a task may have rollouts in several. Raises WorkloadError."""
     parsed = []
     for file in files:
         try:
@@ -118,7 +106,6 @@ def read_workload(files: Sequence[Path]) -> Workload:
 
 
 def _parsed(line: bytes) -> tuple[str, EnvironmentSpec, RecordedRollout]:
-    """Return the task's name, its environment and the rollout in a line."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError as error:
@@ -151,11 +138,7 @@ def _gather(parsed: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> W
 
 
 def request_of(call: Any, index: int) -> WorkloadRequest:
-    """Return the request that makes a recorded call again.
-
-    Raises:
-        WorkloadError: The call has no `tool` or `args`, or its tool is unknown.
-    """
+    """Return the request that makes a recorded call again. Raises WorkloadError if the call is none."""
     if isinstance(call, dict) and "request" in call:
         return _http_request(member(call, "request", dict), index)
     tool, args = member(call, "tool", str), member(call, "args", dict)
@@ -182,11 +165,7 @@ def _http_request(request: Mapping[str, Any], index: int) -> WorkloadRequest:
 
 
 def member(record: Any, name: str, kind: type[Any]) -> Any:
-    """Return a member of a JSON object.
-
-    Raises:
-        WorkloadError: It is missing or of another kind.
-    """
+    """Return a member of a JSON object. Raises WorkloadError if it is missing or of another kind."""
     value = record.get(name) if isinstance(record, dict) else None
     if not isinstance(value, kind):
         raise WorkloadError(f"`{name}` is required and must be a JSON {_JSON_KINDS[kind]}.")
@@ -194,10 +173,7 @@ def member(record: Any, name: str, kind: type[Any]) -> Any:
 
 
 def safe_name(name: str, suffix: str = "") -> str:
-    """Return a name that the proxy accepts in paths: `[A-Za-z0-9][A-Za-z0-9._-]*`, 100 characters and the suffix.
-
-    Different names stay different: a changed name ends in a digest of the original.
-    """
+    """Return a name that the proxy accepts in paths; a changed one ends in a digest, so names stay different."""
     safe = re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-")
     if not safe or safe != name or len(safe) > _NAME_LENGTH:
         digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()

@@ -77,10 +77,7 @@ class DockerApi:
     async def answer(
         self, method: str, address: Address, query: bytes, body: bytes, grant: Grant
     ) -> Local | StreamedResponse:
-        """Answer a request that does not take its connection over.
-
-        Raises RefusalError, in Docker's words where Docker has some.
-        """
+        """Answer a request that keeps HTTP. Raises RefusalError, in Docker's words if Docker has some."""
         request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
         task, owner = address.task, address.rollout
         # A ping must not create the task.
@@ -90,10 +87,7 @@ class DockerApi:
         return self._from_memory(request, task, owner) or await self._act(request, task, owner, grant)
 
     async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
-        """Answer a request whose connection becomes a stream.
-
-        Raises RefusalError. If the stream is open, the caller reports it there.
-        """
+        """Answer a request whose connection becomes a stream. Raises RefusalError, which the caller reports in it."""
         request = requests.read("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
         match request.segments:
@@ -303,10 +297,9 @@ class DockerApi:
     ) -> Rollout:
         """Begin the rollout that a container or a project is, and return it.
 
-        Its name is the URL's rollout if no other container is that yet, else that name with a number. If the URL has no
-        rollout, it is the container's ID; a project gets a random one. Raises RefusalError: 403 if the request's token
-        stands for a rollout that is a container already; 409 if a rollout of this name runs in another environment than
-        the project's.
+        Its name is the URL's rollout if no other container is that yet, else that name with a number; without one in
+        the URL, the container's ID, or random for a project. Raises RefusalError: 403 if the token stands for a rollout
+        that is a container already; 409 if a rollout of this name runs in another environment than the project's.
         """
         reserved = (name for reserved_task, name in self._reserved_rollouts if reserved_task == task)
         taken = {*self._registry.rollout_names(task), *reserved}

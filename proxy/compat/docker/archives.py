@@ -27,9 +27,8 @@ _GO_BITS = ((stat.S_ISUID, 1 << 23), (stat.S_ISGID, 1 << 22), (stat.S_ISVTX, 1 <
 def extract_key(call: ToolCall) -> CallKey:
     """Return the key of a call that unpacks an archive, which is the call's body.
 
-    Names, types, modes, owners, links and contents of the members are in the key. Times are not, because clients pack
-    with the time of day. An archive that unpacks to more than `body_forms.MAX_UNPACKED_BYTES` is identified by its
-    bytes, because the members are read on the thread that serves all hits.
+    Times of members are not in the key, because clients pack with the time of day. An archive that unpacks to more than
+    `body_forms.MAX_UNPACKED_BYTES` is identified by its bytes, because its members are read on the event-loop thread.
     """
     return call_key(ToolCall(call.endpoint, call.tool, {**call.arguments, "holds": _identity(call.body)}))
 

@@ -35,10 +35,7 @@ class ContainerCalls:
         return None if record is None else (record, self._answers.of(record).body)
 
     async def run(self, rollout: Rollout, call: ToolCall, listener: OutputListener | None = None) -> bytes:
-        """Return a command's result.
-
-        The listener receives the output while the command runs; on a hit it receives nothing.
-        """
+        """Return a command's result. The listener receives the output while it runs; on a hit it receives nothing."""
         return self._answers.of(await self._record(rollout, call, call_key(call), listener)).body
 
     def recorded(self, rollout: Rollout, call: ToolCall) -> bytes | None:
@@ -48,10 +45,7 @@ class ContainerCalls:
         return None if record is None else self._answers.of(record).body
 
     async def copy(self, request: DockerRequest, container: Container, rollout: Rollout) -> Local:
-        """Copy an archive in (PUT) or out (GET), or describe a path (HEAD).
-
-        Raises RefusalError: 404 if the path does not exist; another status if the sandbox refused.
-        """
+        """Copy an archive in (PUT) or out (GET), or describe a path (HEAD). Raises RefusalError (404 without it)."""
         path = request.query.get("path", "")
         if not path or "\0" in path:
             raise RefusalError(400, "docker", "invalid path")

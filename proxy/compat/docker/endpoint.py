@@ -31,10 +31,7 @@ log = structlog.get_logger()
 
 
 def _shows_no_response(scope: Mapping[str, Any]) -> bool:
-    """Return whether the client says only that the upgrade failed, whatever an error response says.
-
-    Docker's own daemon sends the errors of execs in the stream, too.
-    """
+    """Return whether the client ignores error responses to upgrades: Docker sends errors of execs in the stream."""
     headers = {name: value for name, value in scope["headers"] if name in {b"user-agent", b"upgrade"}}
     return b"upgrade" in headers and headers.get(b"user-agent", b"").startswith(_COMMAND_LINES)
 

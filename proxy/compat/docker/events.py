@@ -37,10 +37,7 @@ class ContainerEvents:
         filters: Mapping[str, Sequence[str]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:
-        """Send the events of a URL until the caller cancels. The owner is its rollout; empty for none.
-
-        Of Docker's filters, type, event, container and label count. Others are ignored.
-        """
+        """Send a URL's events until the caller cancels; filters but type, event, container and label are ignored."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
         listeners = self._listeners.setdefault((task, owner), set())
         listeners.add(queue)

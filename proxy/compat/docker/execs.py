@@ -35,10 +35,7 @@ class ContainerExecs:
         self._execs: dict[str, Exec] = {}
 
     def create(self, request: DockerRequest, container: Container) -> Local:
-        """Create an instance.
-
-        Raises RefusalError: 409 if the container does not run; 400 if the request names no command.
-        """
+        """Create an instance. Raises RefusalError: 409 if the container does not run; 400 if there is no command."""
         require_running(container)
         body = request.json()
         spec = requests.exec_spec(body, "" if container.service else container.spec.user, container.service)
@@ -52,10 +49,7 @@ class ContainerExecs:
         return responses.json_response({"Id": instance.id}, 201)
 
     def find(self, task: str, owner: str, exec_id: str) -> Exec:
-        """Return an instance.
-
-        Raises RefusalError (404) if this URL has no such instance, or the proxy was restarted since.
-        """
+        """Return an instance. Raises RefusalError (404) if this URL has none, or the proxy was restarted since."""
         instance = self._execs.get(exec_id)
         if instance is None or (instance.container.task, instance.container.owner) != (task, owner):
             raise RefusalError(404, "docker", f"No such exec instance: {exec_id}")
@@ -67,10 +61,7 @@ class ContainerExecs:
             self._execs.pop(exec_id, None)
 
     def start_known(self, instance: Exec, connection: StreamConnection) -> bool:
-        """Start an instance whose result the tree knows, without an await.
-
-        False says that the instance has to be started by `start`: it reads stdin, is not known, or cannot be started.
-        """
+        """Start an instance whose result the tree knows, without an await; False if `start` has to do it."""
         container = instance.container
         rollout = self._registry.rollout(container)
         # While the main command runs its call is not recorded, so the tree does not know the node after it.
@@ -132,10 +123,7 @@ class ContainerExecs:
             instance.exit(FAILED_EXIT_CODE)
 
     async def start_detached(self, instance: Exec, request: DockerRequest) -> Local:
-        """Start an instance in the background, without a stream.
-
-        Raises RefusalError: 400 if the command cannot be started, or the request wants a stream; 409 as in `start`.
-        """
+        """Start an instance in the background. Raises RefusalError: 400 if it cannot be or wants a stream, or 409."""
         if not request.json().get("Detach"):
             raise RefusalError(
                 400, "docker", "An exec that is not detached takes its connection over. Use POST with HTTP/1.1."

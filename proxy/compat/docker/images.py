@@ -47,8 +47,8 @@ class ImageRequests:
     async def config(self, task: str, image: str) -> Mapping[str, Any]:
         """Return the defaults of an image. Raises RefusalError (404) if the image does not exist.
 
-        A task that was created with an environment decides what its containers are made of, whatever image the client
-        names. Then the defaults are those of the environment's image, or empty if its driver has no images.
+        For a task that was created with an environment, they are those of the environment's image, whatever image the
+        client names; empty if its driver has no images.
         """
         opened = await self._engine.tasks.open(task)
         spec = opened.spec if opened.origin is not None else None

@@ -26,7 +26,7 @@ from proxy.compat.docker.containers import Container, ContainerChange, Container
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import FAILED_EXIT_CODE, ContainerExecs, require_running
 from proxy.compat.docker.members import OUTPUT
-from proxy.compat.docker.output import OutputListener, OutputSink, client_output
+from proxy.compat.docker.output import OutputListener, OutputSink, client_output, first_of
 from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import KILLED_EXIT_CODE, ContainerActivity, ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
@@ -37,7 +37,7 @@ from proxy.tree.rollout import Rollout
 from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, ending, output
-from sandboxes.task_owner import TaskOwner, start
+from sandboxes.task_owner import TaskOwner
 
 _FRAMES = (("content-type", "application/vnd.docker.multiplexed-stream"),)
 _RAW = (("content-type", "application/vnd.docker.raw-stream"),)
@@ -74,10 +74,7 @@ class ContainerLifecycle:
         max_stdin_bytes: int,
         closing: asyncio.Event,
     ) -> None:
-        """Create the service. Waiting responses end when `closing` is set, as the proxy shuts down.
-
-        `max_stdin_bytes` limits the stdin of a main command.
-        """
+        """Create the service. Waiting responses end when `closing` is set; `max_stdin_bytes` is for main commands."""
         self._registry, self._execs, self._calls = registry, execs, calls
         self._events, self._projects = events, projects
         self._max_stdin_bytes, self._closing = max_stdin_bytes, closing
@@ -92,8 +89,7 @@ class ContainerLifecycle:
     async def rollout_of(self, container: Container) -> Rollout:
         """Return the rollout of a container.
 
-        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. The container
-        has ended then.
+        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. Then it ends.
         """
         try:
             return await self._registry.require_rollout(container)
@@ -112,10 +108,7 @@ class ContainerLifecycle:
         await self._exit(container, KILLED_EXIT_CODE)
 
     async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
-        """Start, stop, restart, kill or wait for a container.
-
-        Raises RefusalError (409) for a kill of a container that does not run.
-        """
+        """Start, stop, restart, kill or wait for a container. Raises RefusalError (409) to kill an ended one."""
         if verb == "wait":
             return self._wait(request, container)
         if verb == "kill" and not container.is_running:
@@ -222,10 +215,7 @@ class ContainerLifecycle:
         return _NO_CONTENT
 
     async def remove(self, request: DockerRequest, container: Container) -> Local:
-        """Remove a container, and finish its rollout.
-
-        Raises RefusalError (409) if the container runs, and the request does not force its removal.
-        """
+        """Remove a container, and finish its rollout. Raises RefusalError (409) if it runs, unless forced."""
         if container.is_running and not request.flag("force"):
             raise RefusalError(
                 409, "docker", f'cannot remove container "/{container.name}": container is running: stop the container '
@@ -318,10 +308,7 @@ class ContainerLifecycle:
         return StreamedResponse(bounded, _JSON)
 
     async def top(self, request: DockerRequest, container: Container) -> Local:
-        """List the processes of a container with its own `ps`.
-
-        Raises RefusalError: 409 if the container does not run; 500 if it has no working `ps`.
-        """
+        """List a container's processes. Raises RefusalError: 409 if it does not run; 500 if it has no working `ps`."""
         require_running(container)
         rollout = await self._registry.require_rollout(container)
         argv = ["ps", *(request.query.get("ps_args") or "-ef").split()]
@@ -333,10 +320,7 @@ class ContainerLifecycle:
         return responses.process_table(output(body, OUT).decode(errors="replace"))
 
     async def attach(self, request: DockerRequest, container: Container, connection: StreamConnection) -> None:
-        """Connect a client to the main command, until the container exits or the client disconnects.
-
-        Raises RefusalError (409) if the container has exited.
-        """
+        """Connect a client to the main command, until exit or disconnect. Raises RefusalError (409) after the exit."""
         if container.state is ContainerState.EXITED:
             raise RefusalError(409, "docker", "You cannot attach to a stopped container, start it first")
         activity, tty, streams = self._registry.activity(container), container.spec.tty, _streams(request)
@@ -361,14 +345,8 @@ class ContainerLifecycle:
 
     async def _first_of(self, *events: Coroutine[Any, Any, object]) -> None:
         """Wait for the first of these events, or for the proxy's shutdown."""
-        waiting = {start(event) for event in (*events, self._closing.wait())}
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        await first_of(*events, self._closing.wait())
 
 
 def _streams(request: DockerRequest) -> frozenset[int]:
-    """Return the streams that a request selects: stdout (1), stderr (2)."""
     return frozenset(number for number, name in ((1, "stdout"), (2, "stderr")) if request.flag(name))

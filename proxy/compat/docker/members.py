@@ -1,10 +1,8 @@
 """Containers of a compose project as side services of one sandbox: what a create request means (pure).
 
-A project is one rollout and one sandbox. The container that only waits (`sleep infinity`) is the sandbox's main
-container, in which the agent works. Every other one is a side service. If all of them do something, the main container
-has the image of the first one, and only carries the services.
-
-Names that Docker's clients make up (of projects, containers, networks) are in no spec. So rollouts of any name share a
+A project is one rollout and one sandbox. The container that only waits (`sleep infinity`) is its main container, in
+which the agent works; every other one is a side service. If none waits, the main container has the image of the first
+one, and only carries the services. Names that Docker's clients make up are in no spec: rollouts of any name share a
 tree.
 """
 
@@ -60,9 +58,8 @@ def member(
 ) -> ProjectMember:
     """Return what the parsed create request of a container means, with the defaults of its image (`config`).
 
-    `volumes` has what the spec calls each volume, by the name that clients use. `running` names the members that run
-    already: Compose 1 does not say what depends on what, but it creates a container when what it depends on has
-    started. Raises RefusalError (400) if the request needs what services do not have.
+    `volumes` maps clients' names of volumes to the spec's. `running` names the members that run already: Compose 1 does
+    not say what depends on what, but starts that first. Raises RefusalError (400).
     """
     body, labels = spec.body, spec.body.get("Labels") or {}
     host = body.get("HostConfig") or {}
@@ -168,10 +165,7 @@ def main_member(members: Sequence[ProjectMember]) -> ProjectMember | None:
 
 
 def environment(members: Sequence[ProjectMember], requests: Mapping[str, EnvironmentRequest]) -> EnvironmentRequest:
-    """Return the environment of a project. `requests` has what each member would be without the others, by its name.
-
-    Raises RefusalError (400) if the network cannot have one of the names.
-    """
+    """Return a project's environment from what each member would be alone. Raises RefusalError (400) for a bad name."""
     main = main_member(members)
     services = sorted((member for member in members if member is not main), key=lambda member: member.name)
     names = {member.name for member in services}

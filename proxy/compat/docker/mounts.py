@@ -1,8 +1,8 @@
 """What a create request mounts: volumes of a project, and directories of the client's machine (pure).
 
-Nothing of the client's machine is mounted, because the proxy may run on another one, and a state must not change from
-outside. Published tasks mount directories to get logs out of a container. Such a directory is an empty one of the
-state, from which `docker cp` and the files of the REST API read. What comes in by a mount has to be copied in.
+Nothing of the client's machine is mounted: the proxy may run elsewhere, and a state must not change from outside.
+Published tasks mount directories to get logs out. Such a directory is an empty one of the state, which `docker cp` and
+the files of the REST API read. What comes in by a mount has to be copied in.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,14 +15,7 @@ _COPY = "Put the files into the image, or copy them in with `docker cp` or `dock
 
 
 class Mounts(NamedTuple):
-    """What a container mounts.
-
-    Attributes:
-        volumes: Name and path of each named volume.
-        folders: Paths at which a directory of the client's machine would be, each once, in order.
-        memory: Paths of memory file systems. They are directories of the state that all users can write to.
-        read_only: Paths of volumes that the container should only read.
-    """
+    """What a container mounts: volumes, paths of empty `folders`, memory file systems and read-only volumes."""
 
     volumes: tuple[tuple[str, str], ...] = ()
     folders: tuple[str, ...] = ()
@@ -35,11 +28,7 @@ class Mounts(NamedTuple):
 
 
 def mounts_of(host: Mapping[str, Any]) -> Mounts:
-    """Return what a create request's `HostConfig` mounts.
-
-    Anonymous volumes are left out: they are directories of their container. Raises RefusalError (400) for what an empty
-    directory cannot stand for.
-    """
+    """Return what `HostConfig` mounts, without anonymous volumes. Raises RefusalError (400) for what it cannot."""
     volumes, folders, read_only_paths = list[tuple[str, str]](), set[str](), list[str]()
     for source, target, read_only in _entries(host):
         if "/" not in source and source not in {".", ".."}:

@@ -1,7 +1,7 @@
 """Docker's networks and volumes: names that the containers of a project have in common.
 
-Nothing exists for them outside the sandbox. All services of a project share one network without a way out, and a volume
-is a directory of the state. So both are kept in memory only, and a volume ends with the project that used it.
+All services of a project share one network without a way out, and a volume is a directory of the state. So both are
+kept in memory only, and a volume ends with its project.
 """
 
 import secrets

@@ -1,7 +1,7 @@
 """The output of processes on its way to Docker's clients.
 
-One process may have several clients (`attach`, `logs --follow`). `OutputListener` is the listener of its call: it
-distributes the output to one `OutputSink` for each client, and keeps it for clients that connect later.
+A process may have several clients (`attach`, `logs --follow`). `OutputListener`, the listener of its call, has one
+`OutputSink` for each of them, and keeps the output for clients that connect later.
 """
 
 import asyncio
@@ -24,10 +24,9 @@ class OutputSink:
         tty: bool,
         has_output: bool = False,
     ) -> None:
-        """Create a sink for the streams that the client wants: stdout (1), stderr (2).
+        """Create a sink for stdout (1) and stderr (2), as wanted: raw bytes on a terminal, otherwise frames.
 
-        On a terminal the bytes are raw, otherwise in frames. `has_output` says that the client has received the earlier
-        output in another way.
+        `has_output` says that the client has received the earlier output in another way.
         """
         self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
 
@@ -51,11 +50,7 @@ class OutputListener:
         started: Callable[[], None] | None = None,
         disconnected: Callable[[], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
-        """Create a listener; `started` is called when the process runs.
-
-        `disconnected` returns once the client that started the process is gone; the process is then detached. None for
-        a process that no client waits for.
-        """
+        """Create a listener; it detaches the process once `disconnected`, if given, returns: its client is gone."""
         self.sinks, self._started, self._disconnected = sinks, started, disconnected
         self._detach = asyncio.Event()
         self.output = Frames()  # The output so far, for clients that attach later.
@@ -81,14 +76,7 @@ class OutputListener:
     async def detached(self) -> None:
         """Return once the client has disconnected or `detach` was called."""
         # Two events detach: a service's request, and the loss of the client that waits.
-        waiting: set[asyncio.Task[Any]] = {start(self._detach.wait())}
-        if self._disconnected is not None:
-            waiting.add(start(self._disconnected()))
-        try:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
+        await first_of(self._detach.wait(), *([] if self._disconnected is None else [self._disconnected()]))
 
     def detach(self) -> None:
         """Let the process continue in the background, so that the rollout's next call does not wait for it."""
@@ -96,13 +84,20 @@ class OutputListener:
 
 
 def client_output(body: bytes, streams: frozenset[int], *, tty: bool) -> bytes:
-    """Return a recorded result in the form of a client's stream, with its streams stdout (1) and stderr (2).
-
-    On a terminal the bytes are raw, otherwise in frames.
-    """
+    """Return a recorded result as a client's stream of stdout (1) and stderr (2): raw on a terminal, else in frames."""
     # The last frame has the exit code. It is ours, and no client may see it.
     output = b"".join(data if tty else frame(kind, data) for kind, data in frames(body) if kind in streams)
     if not ending(body).timed_out:
         return output
     note = b"\n[forkpoint: killed: it ran for longer than the task's limits.timeout_s]\n"
     return output + (note if tty else frame(ERR, note))
+
+
+async def first_of(*events: Coroutine[Any, Any, object]) -> None:
+    """Wait for the first of these events, and cancel the others."""
+    waiting = {start(event) for event in events}
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -1,9 +1,7 @@
 """Projects: containers that share a network, such as those of a compose file, as one rollout and one sandbox.
 
-Theory of operation. A project passes through three phases:
-
-1. *Planned.* Clients create its network, volumes and containers, and start them. Nothing runs, and there is no rollout.
-   The containers are in memory only. Services are reported as healthy, because no call will meet them in another state.
+1. *Planned.* Clients create its network, volumes and containers, and start them, in memory only: there is no rollout.
+   Services are reported as healthy, because no call will meet them in another state.
 2. *Begun.* The first call (an exec, a copy, `logs`, `top`) begins the rollout: the containers that are running then are
    its main container and its services (`members.environment`). From now on no container can be added, stopped
    for a while or started again: such a state is refused, not invented.
@@ -59,10 +57,7 @@ class Projects:
             del self._plans[planned]
 
     def name_of(self, task: str, owner: str, body: Mapping[str, Any]) -> str:
-        """Return the project of a container that is being created; empty for a container by itself.
-
-        Raises RefusalError (400) if it uses a network of another project.
-        """
+        """Return the project of a new container, or an empty text. Raises RefusalError (400) for another's network."""
         names, project = self.names(task, owner), str((body.get("Labels") or {}).get(PROJECT) or "")
         settings = (body.get("NetworkingConfig") or {}).get("EndpointsConfig") or {}
         mode = str((body.get("HostConfig") or {}).get("NetworkMode") or "")
@@ -79,7 +74,7 @@ class Projects:
         return project
 
     def plan(self, container: Container, config: Mapping[str, Any], request: EnvironmentRequest) -> None:
-        """Add a new container to its project. `request` is the environment that it would have by itself.
+        """Add a new container, whose environment by itself is `request`, to its project.
 
         Raises RefusalError: 400 if a service of one sandbox cannot be like this; 409 if the project has begun.
         """
@@ -134,12 +129,7 @@ class Projects:
         return (container.task, container.owner, container.project) in self._plans
 
     async def begin(self, container: Container, begin: Begin) -> None:
-        """Begin the project of a container that is about to make a call, unless it has begun.
-
-        `begin` begins the rollout.
-
-        Raises RefusalError (409) if the project's containers cannot be one state now.
-        """
+        """Begin a container's project before its first call. Raises RefusalError (409) if it cannot be one state."""
         key = (container.task, container.owner, container.project)
         plan = self._plans.get(key)
         if not container.is_planned or plan is None:
@@ -166,10 +156,7 @@ class Projects:
             del self._plans[key]
 
     def require_whole(self, container: Container) -> None:
-        """Check that all containers of a begun project run, before one of them makes a call.
-
-        Raises RefusalError (409) if one was stopped: in the sandbox its processes still run.
-        """
+        """Raise RefusalError (409) if a container of a begun project was stopped: its processes still run."""
         if not container.project:
             return
         for other in self._registry.project(container.task, container.owner, container.project):

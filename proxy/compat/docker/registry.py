@@ -76,17 +76,11 @@ class ContainerRegistry:
                 activity.detach()
 
     def of(self, task: str, owner: str) -> list[Container]:
-        """Return the containers that a URL shows.
-
-        Without an owner, these are the ones that were created without one.
-        """
+        """Return the containers that a URL shows; without an owner, those that were created without one."""
         return [container for container in self._by_task[task].values() if container.owner == owner]
 
     def find(self, task: str, owner: str, name: str) -> Container:
-        """Return the container with this ID, name, or unique beginning of an ID.
-
-        Raises RefusalError (404) if no container matches, or several IDs begin like this.
-        """
+        """Return the container with this ID, name or beginning of an ID. Raises RefusalError (404) if it is not one."""
         shown = self.of(task, owner)
         # Docker's order: a full ID or a name wins over the beginning of an ID.
         exact = [container for container in shown if name in {container.id, container.name, f"/{container.name}"}]
@@ -100,11 +94,7 @@ class ContainerRegistry:
         return self._tasks.rollouts.running.get((container.task, container.rollout))
 
     async def require_rollout(self, container: Container) -> Rollout:
-        """Return the rollout of a container.
-
-        Raises RefusalError (404) if the rollout was finished through another protocol. The container is then removed,
-        too.
-        """
+        """Return a container's rollout. If another protocol finished it, remove the container and raise a 404."""
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is None:
             self._drop(container)
@@ -146,10 +136,7 @@ class ContainerRegistry:
         self._tasks.rollouts.note(rollout, _PROTOCOL, orjson.dumps(note).decode())
 
     async def remove(self, container: Container) -> None:
-        """Remove a container and finish its rollout, once the calls under way have ended.
-
-        The rollout of a project ends with its last container.
-        """
+        """Remove a container and, with the last one of a project, finish its rollout, once running calls have ended."""
         # A running command would keep the turn to its end.
         self.activity(container).detach()
         others = self.project(container.task, container.owner, container.project) if container.project else []

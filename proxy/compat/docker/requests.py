@@ -1,8 +1,7 @@
 """Reads requests of Docker's Engine API, and builds the calls that they make (pure).
 
-A container is a rollout. Creating and starting it runs nothing: calls are execs, copies, and a main command that does
-more than wait. The key of a command consists of its arguments, variables, directory, user, terminal and stdin. Ids,
-names and labels are in no key.
+Calls are execs, copies, and a main command that does more than wait. The key of a command consists of its arguments,
+variables, directory, user, terminal and stdin. Ids, names and labels are in no key.
 """
 
 import re
@@ -45,10 +44,7 @@ class DockerRequest:
         return self.query.get(name, "").strip().lower() not in {"", "0", "no", "false", "none"}
 
     def json(self) -> dict[str, Any]:
-        """Return the body's JSON object; an empty body is an empty object.
-
-        Raises RefusalError (400) for other values.
-        """
+        """Return the body's JSON object; an empty body is an empty one. Raises RefusalError (400) for other values."""
         if not self.body.strip():
             return {}
         try:
@@ -72,7 +68,7 @@ class DockerRequest:
 
 
 def read(method: str, path: str, query: str, body: bytes) -> DockerRequest:
-    """Parse a request. The path, below the endpoint, is as sent: an encoded slash does not separate segments.
+    """Parse a request by its path below the endpoint, in which an encoded slash does not separate segments.
 
     Raises RefusalError (400) if the client's version of the API is too new or too old.
     """
@@ -258,10 +254,7 @@ class ExecSpec:
     service: str = ""  # The side service in which the command runs; empty for the main container.
 
     def call(self, stdin: bytes = b"", *, detach: bool = False) -> ToolCall:
-        """Return the call that runs the command with its whole stdin.
-
-        `detach` starts it in the background, and does not wait for its end.
-        """
+        """Return the call that runs the command with its whole stdin; `detach` does not wait for its end."""
         arguments: dict[str, Any] = {
             "argv": list(self.argv), "env": dict(self.env), "cwd": self.cwd, "user": self.user, "tty": self.tty,
         }  # fmt: skip
@@ -270,11 +263,7 @@ class ExecSpec:
 
 
 def exec_spec(body: Mapping[str, Any], user: str, service: str = "") -> ExecSpec:
-    """Parse a request that creates an exec instance. The user is the container's.
-
-    `service` is the side service that the container is; empty for the main container. Raises RefusalError (400) if the
-    request names no command.
-    """
+    """Parse a request to create an exec in a container or side service. Raises RefusalError (400) without command."""
     argv = _arguments(body, "Cmd")
     if not argv or not argv[0]:
         raise RefusalError(400, "docker", "No exec command specified")

@@ -70,10 +70,7 @@ def info(containers: Sequence[Container]) -> Local:
 
 
 def image(name: str, config: Mapping[str, Any]) -> Local:
-    """Return the description of an image.
-
-    `config` is what the Docker daemon knows about the image; empty if sandboxes are not made from it.
-    """
+    """Return the description of an image. `config` is what Docker knows of it; empty if no sandbox is made from it."""
     return json_response({
         "Id": config.get("Id") or image_id(name), "RepoTags": [_tagged(name)], "RepoDigests": [], "Parent": "",
         "Comment": "",
@@ -196,10 +193,7 @@ def has_label(labels: Mapping[str, str], wanted: str) -> bool:
 
 
 def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a container passes the filters of a list: id, name, status, ancestor, label and network.
-
-    Other filters are ignored.
-    """
+    """Return whether a container passes a list's filters; only those of `checks` are looked at."""
     labels = container.spec.body.get("Labels") or {}
     checks: dict[str, Callable[[str], bool]] = {
         "id": container.id.startswith,
@@ -231,10 +225,7 @@ def exec_details(instance: Exec) -> Local:
 
 
 def tail(body: bytes, count: str) -> bytes:
-    """Return a recorded result with the last lines of its output only.
-
-    A count that is not of digits, such as `all`, keeps every line.
-    """
+    """Return a recorded result with the last lines of its output only; a count such as `all` keeps every line."""
     if not body or not count.isdigit():
         return body
     lines = [(kind, line) for kind, data in frames(body) if kind != END for line in data.splitlines(keepends=True)]

@@ -57,10 +57,10 @@ class StreamConnection:
     ) -> None:
         """Take over a connection.
 
-        `write` queues bytes for the client, and `drain` returns once the client accepts more. `hold` pauses reading
-        from the client with True, and resumes it with False. `end` closes the connection after the queued bytes. If the
-        client requested no `upgrade`, it is an older one, which takes the response's body as the stream. A `padded`
-        client loses what arrives with the head; see `PADDED_HEAD_BYTES`.
+        `write` queues bytes for the client, and `drain` returns once the client accepts more. `hold` pauses (True) or
+        resumes (False) reading. `end` closes the connection after the queued bytes. A client that requested no
+        `upgrade` takes the response's body as the stream. A `padded` client loses what arrives with the head; see
+        `PADDED_HEAD_BYTES`.
         """
         self._write, self._drain, self._hold, self._end = write, drain, hold, end
         self._upgrade, self._padded, self._opened_at = upgrade, padded, 0.0
@@ -157,10 +157,7 @@ class StreamConnection:
             self.gone = True
 
     async def input(self, max_bytes: int) -> bytes:
-        """Return the whole stdin: everything that the client sends until it closes its side.
-
-        Raises RefusalError: 413 if stdin is larger than max_bytes; 400 if it does not end.
-        """
+        """Return the whole stdin. Raises RefusalError: 413 if it is larger than max_bytes; 400 if it does not end."""
         data = bytearray()
         while not self._input_ended or self._input:
             # Reading resumes at once, because the bytes have left the buffer.

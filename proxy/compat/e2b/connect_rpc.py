@@ -1,7 +1,6 @@
 """The Connect protocol with JSON: the envelopes of its streams, and its errors (pure).
 
-A stream is a sequence of envelopes: one byte of flags, the length in four bytes, then JSON. A flag marks the last
-envelope. See https://connectrpc.com/docs/protocol.
+An envelope is one byte of flags, the length in four bytes, then JSON. See https://connectrpc.com/docs/protocol.
 """
 
 import struct
@@ -69,10 +68,7 @@ def end(error: ConnectError | None = None) -> bytes:
 
 
 def messages(body: bytes) -> list[dict[str, Any]]:
-    """Return the messages in the envelopes of a whole request.
-
-    Raises RefusalError (400) if the request is cut off, compressed, or not JSON.
-    """
+    """Return the messages of a whole request. Raises RefusalError (400) if it is cut off, compressed, or not JSON."""
     parsed = []
     start = 0
     while start < len(body):
@@ -94,10 +90,7 @@ def messages(body: bytes) -> list[dict[str, Any]]:
 
 
 def message(text: bytes) -> dict[str, Any]:
-    """Parse the JSON object of a message; an empty text is an empty object.
-
-    Raises RefusalError (400) for other texts.
-    """
+    """Parse the JSON object of a message; an empty text is an empty one. Raises RefusalError (400) for others."""
     try:
         value = parse_json(text or b"{}")
     except orjson.JSONDecodeError as error:
@@ -108,10 +101,7 @@ def message(text: bytes) -> dict[str, Any]:
 
 
 def timeout_s(header: str) -> float | None:
-    """Return the time limit of a `connect-timeout-ms` header, in seconds; None if the header is empty.
-
-    Raises RefusalError (400) if the header is not a number of milliseconds.
-    """
+    """Return a `connect-timeout-ms` header in seconds; None if empty. Raises RefusalError (400) if it is no number."""
     if not header:
         return None
     if not (header.isascii() and header.isdigit() and len(header) <= 10):

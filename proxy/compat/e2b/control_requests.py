@@ -62,10 +62,7 @@ _UNSERVED = re.compile(r"/(?:v[0-9]+/)?(?:templates|volumes|secrets|sandboxes)(?
 
 
 def read_control(request: Request, path: str) -> ControlRequest:
-    """Parse a request to the control plane, by its decoded path, without a slash at the end.
-
-    Raises RefusalError (400, 404, 405 or 501).
-    """
+    """Parse a request to the control plane, by its decoded path. Raises RefusalError (400, 404, 405 or 501)."""
     line = f"{request.method} {path}"
     for pattern, verb in _VERBS:
         match = pattern.fullmatch(line)
@@ -80,10 +77,7 @@ def read_control(request: Request, path: str) -> ControlRequest:
 
 
 def variables(value: Any) -> dict[str, str]:
-    """Return the environment variables of a request; None and other empty values are no variables.
-
-    Raises RefusalError (400) if the value is not a map of valid variables.
-    """
+    """Return a request's environment variables; None is none. Raises RefusalError (400) if they are no valid map."""
     pairs = value or {}
     if not isinstance(pairs, dict) or not all(
         _VARIABLE.fullmatch(name) and isinstance(text, str) and "\0" not in text for name, text in pairs.items()
@@ -93,10 +87,7 @@ def variables(value: Any) -> dict[str, str]:
 
 
 def timeout_s(body: dict[str, Any]) -> float:
-    """Return the timeout in a body, in seconds; E2B's default if it is missing or null.
-
-    Raises RefusalError (400) if the timeout is not a number of seconds.
-    """
+    """Return the timeout in a body, in seconds, or E2B's default. Raises RefusalError (400) if it is no number."""
     value = body.get("timeout")
     if value is None:
         return DEFAULT_TIMEOUT_S
@@ -129,10 +120,7 @@ def require_memory(body: dict[str, Any]) -> None:
 
 
 def name_field(body: dict[str, Any], name: str) -> str:
-    """Return a string member of a body; empty if it is missing or null.
-
-    Raises RefusalError (400) if the member is not a string, or is too long.
-    """
+    """Return a string member of a body; empty if missing or null. Raises RefusalError (400) for others or long ones."""
     value = body.get(name) or ""
     if not isinstance(value, str) or len(value) > MAX_STRING_CHARS:
         raise RefusalError(400, name, f"{name} must be a string of at most {MAX_STRING_CHARS} characters.")
@@ -140,10 +128,7 @@ def name_field(body: dict[str, Any], name: str) -> str:
 
 
 def string_map(body: dict[str, Any], name: str) -> dict[str, str]:
-    """Return a member of a body that maps names to strings; empty if it is missing or null.
-
-    Raises RefusalError (400) if the member is not such a map.
-    """
+    """Return a map of strings in a body; empty if missing or null. Raises RefusalError (400) for other values."""
     value = body.get(name) or {}
     if not isinstance(value, dict) or not all(isinstance(text, str) for text in value.values()):
         raise RefusalError(400, name, f"{name} must map names to strings.")
@@ -151,10 +136,7 @@ def string_map(body: dict[str, Any], name: str) -> dict[str, str]:
 
 
 def page(items: list[dict[str, Any]], query: dict[str, str]) -> Local:
-    """Return one page of a list. The client requests the next one with the token in `x-next-token`.
-
-    Raises RefusalError (400) if the query's limit or token is invalid.
-    """
+    """Return a page of a list; `x-next-token` has the next one's token. Raises RefusalError (400) for a bad query."""
     limit, token = query.get("limit", str(_PAGE_ITEMS)), query.get("nextToken", "0")
     are_numbers = limit.isascii() and limit.isdigit() and token.isascii() and token.isdigit()
     if not are_numbers or not 0 < int(limit) <= MAX_PAGE_ITEMS:

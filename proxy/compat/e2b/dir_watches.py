@@ -1,8 +1,7 @@
 """E2B's directory watches.
 
-The sandbox keeps a watch as it keeps a background process: its output lines are events in the directory. So events are
-taken up by polls, and every poll that returns events is a step of its rollout. See
-docs/decisions/0015-processes-and-connections.md.
+The sandbox keeps a watch like a background process whose output lines are events, and every poll that returns events is
+a step of its rollout. See docs/decisions/0015-processes-and-connections.md.
 """
 
 import asyncio
@@ -28,10 +27,7 @@ class DirWatches:
         self._engine, self._step, self._processes = engine, engine.step, processes
 
     async def answer(self, rollout: Rollout, request: WatchRequest) -> dict[str, Any]:
-        """Answer a request whose response is not a stream.
-
-        Raises ConnectError if the directory or the watch does not exist.
-        """
+        """Answer a request that is no stream. Raises ConnectError if the directory or the watch does not exist."""
         if request.verb == "begin":
             return {"watcherId": str(await self._begin(rollout, request))}
         watch = int(request.watcher) if request.watcher.isascii() and request.watcher.isdigit() else 0
@@ -43,15 +39,11 @@ class DirWatches:
         return {}
 
     async def follow(self, rollout: Rollout, request: WatchRequest, stream: EventStream) -> None:
-        """Watch a directory and send its events for as long as the client is connected.
-
-        Raises ConnectError if the directory does not exist.
-        """
+        """Send a directory's events while the client is connected. Raises ConnectError if it does not exist."""
         watch = await self._begin(rollout, request)
         self._processes.follower.follow(rollout, watch, stream)
 
     async def _begin(self, rollout: Rollout, request: WatchRequest) -> int:
-        """Begin a watch and return its number."""
         assert request.call is not None
         call = request.call
         # A watch makes states that depend on when it is polled, so no other rollout shares them.

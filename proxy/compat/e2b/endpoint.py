@@ -107,10 +107,7 @@ class E2bEndpoint:
         await self._refuse(exchange.send, self._request_of(scope, address, b""), from_problem(problem), problem)
 
     async def _answer(self, task: str, request: Request, grant: Grant, send: Send, receive: Receive) -> Problem | None:
-        """Answer a request, and return the problem that the client was sent, for the counters.
-
-        None if there was no problem, or if the error is the recorded result of a call.
-        """
+        """Answer a request; return the problem in it, for the counters. A recorded error of a call is none."""
         try:
             # A small body may unpack to a large one, and its files are digested.
             size = sys.maxsize if request.header("content-encoding") else len(request.body)
@@ -132,7 +129,6 @@ class E2bEndpoint:
         return None
 
     async def _addressed_sandbox(self, task: str, request: Request, grant: Grant) -> RunningSandbox:
-        """Return the sandbox that a request to envd addresses."""
         name = requests.sandbox_of(request) or request.rollout
         if not name:
             raise RefusalError(400, "no-sandbox", "The request names no sandbox. Send it in E2b-Sandbox-Id.")
@@ -153,10 +149,10 @@ class E2bEndpoint:
     async def _stream(
         self, sandbox: RunningSandbox, request: StreamRequest, send: Send, receive: Receive
     ) -> Problem | None:
-        """Answer with a stream.
+        """Answer with a stream, which three tasks share.
 
-        Three tasks share it: this one sends, `producing` runs the request and puts events, and `watching` notices that
-        the client disconnects. A process that the request has started continues after a disconnect.
+        This one sends, `producing` runs the request and puts events, and `watching` notices that the client
+        disconnects. A process that the request has started continues after a disconnect.
         """
         stream = EventStream(
             send,
@@ -239,7 +235,6 @@ class E2bEndpoint:
     async def _refuse(
         self, send: Send, request: Request, error: ConnectError, problem: Problem | None
     ) -> Problem | None:
-        """Send an error in the form of the request's protocol."""
         if requests.is_stream(request):
             # The stream ends at once, so it never waits for a keepalive.
             stream = EventStream(send, keepalive_s=50.0, deadline_s=None)

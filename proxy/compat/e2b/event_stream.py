@@ -42,9 +42,8 @@ class EventStream(PatientSender):
     ) -> None:
         """Create a stream. After `keepalive_s` of silence a keepalive is sent, but none before the first event.
 
-        `deadline_s` is the limit that the client set for the whole response. A strict stream ends then. It is not
-        strict while a process runs: the sandbox kills the process at its own limit, and the stream ends with the
-        process.
+        A strict stream ends after `deadline_s`, the client's limit for the response. It is not strict while a process
+        runs: the sandbox kills the process at its own limit, and the stream ends with it.
         """
         super().__init__(send)
         self.form: StreamForm = form  # Which kind of events the stream carries.

@@ -40,10 +40,7 @@ class WatchRequest:
 
 
 def entries(method: str, message: dict[str, Any], request: Request) -> CallsRequest | WatchRequest:
-    """Parse a request to a method of the Filesystem service, with its message.
-
-    Raises RefusalError (400 or 404) if the request is invalid or not supported.
-    """
+    """Parse a request to the Filesystem service. Raises RefusalError (400 or 404) if it is invalid or not supported."""
     path, user = string_field(message, "path"), user_of(request)
     match method:
         case "Stat":

@@ -21,10 +21,7 @@ class Lifetimes:
     """One timer for each sandbox whose timeout applies."""
 
     def __init__(self, over: Callable[[Rollout], Awaitable[None]]) -> None:
-        """Create the timers' owner.
-
-        `over` is awaited when a timer is due. It checks the note again, because the timeout may have been extended.
-        """
+        """Create the timers. `over` checks the note again, because the timeout may have been extended."""
         self._over = over
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._endings = TaskOwner()

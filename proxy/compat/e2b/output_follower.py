@@ -122,11 +122,7 @@ class OutputFollower:
     def deliver_start(
         self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, sent_bytes: int = 0
     ) -> ProcessChange:
-        """Send the recorded result of a start; follow the process if it still runs.
-
-        The stream has received `sent_bytes` of output already. Returns END, or DETACH if the process runs in the
-        background.
-        """
+        """Send the recorded result of a start, beyond `sent_bytes`; return END, or DETACH and follow the process."""
         result = self._engine.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))
@@ -141,10 +137,7 @@ class OutputFollower:
         return rollout.id in self._followed
 
     def catch_up(self, rollout: Rollout) -> None:
-        """Take the polls that the tree knows at the rollout's node, and send what they returned.
-
-        Called before each request, so that all rollouts that come this way take the same steps in the same order.
-        """
+        """Take the polls that the tree knows here before each request: all rollouts take the same steps in order."""
         followed = self._followed.get(rollout.id)
         # A poll may lead to a node at which further polls are known.
         while followed is not None and any(self._take_known(followed, pid) for pid in sorted(followed.processes)):

@@ -1,15 +1,13 @@
-"""The states of an E2B process as its clients see it, written as a table (pure).
-
-A client starts a process with one long request and reads its output from the response, a stream. The table says what
-may happen to that request's call and to the stream:
+"""The states of an E2B process as its clients see it, as a table (pure).
 
 ```
 NOT_STARTED ──start──▶ FOLLOWED ──detach──▶ DETACHED ──end──▶ ENDED
 any state ──retry──▶ ADOPTED ──detach──▶ DETACHED
 any state but ENDED ──end──▶ ENDED
 ```
-The state decides where output comes from. In FOLLOWED the running call sends it piece by piece. In ADOPTED the whole
-recorded result is sent once the call has ended. In DETACHED `OutputFollower` polls for it.
+
+The state decides where a stream's output comes from. In FOLLOWED the running call sends it piece by piece. In ADOPTED
+the recorded result is sent once the call has ended. In DETACHED `OutputFollower` polls for it.
 """
 
 from enum import Enum

@@ -46,10 +46,7 @@ LIST = ToolCall("process", "list", {})
 
 
 def pid_of(node: Node, key: CallKey) -> int:
-    """Return the pid that clients know for the process that a call with this key starts at this node.
-
-    The pid depends on nothing else, so all rollouts that come this way see the same pid, on a hit as on a miss.
-    """
+    """Return a process's pid, which depends only on node and key, so that all rollouts see it, on a hit or a miss."""
     digest = blake2b(node.id.to_bytes(8, "little") + key, digest_size=4).digest()
     return 1000 + int.from_bytes(digest, "little") % (1 << 30)
 
@@ -72,10 +69,7 @@ class ProcessRun:
         self.state = next_state(NEXT, self.state, change)
 
     async def is_retried_by(self, rollout: Rollout, key: CallKey) -> bool:
-        """Return whether a start with this key is the same one, sent again by a client that lost its stream.
-
-        A second start while the first stream is healthy is a second process, so the first stream must be lost.
-        """
+        """Return whether a start with this key is the same, retried after a lost stream, and not a second process."""
         if self._key != key:
             return False
         try:
@@ -134,10 +128,7 @@ def _target(task: asyncio.Task[Answer]) -> Node | None:
 
 
 class Processes:
-    """Answers requests about the processes of all rollouts.
-
-    Its memory concerns connections; the tree keeps the rest.
-    """
+    """Answers requests about the processes of all rollouts; it remembers connections, and the tree the rest."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._step = engine, engine.step
@@ -216,10 +207,7 @@ class Processes:
         return whole
 
     async def connect(self, rollout: Rollout, pid: int | None, tag: str, stream: EventStream) -> None:
-        """Follow a background process, by its pid or, if that is None, by the tag that it was started with.
-
-        The stream receives the output from now on. Raises ConnectError if the process does not exist.
-        """
+        """Follow a background process from now on, by its pid or else its tag. Raises ConnectError if there is none."""
         process = await self._find(rollout, pid, tag)
         stream.form = "terminal" if process["tty"] else "process"
         self.follower.follow(rollout, process["process"], stream)

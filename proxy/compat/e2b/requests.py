@@ -1,10 +1,8 @@
 """Reads requests to E2B's control plane and to envd, the server in each E2B sandbox (pure).
 
 Both are served at one base URL (`E2B_API_URL`, `E2B_SANDBOX_URL`). The control plane is REST, processes and directory
-entries speak Connect with JSON, and files plain HTTP.
-
-A call's key consists of what the call does: a process is identified by its command, arguments, variables, directory,
-user, time limit, and whether its stdin stays open. Pids, tags and request ids are in no key.
+entries speak Connect with JSON, and files plain HTTP. A call's key consists of what the call does (of a process: its
+command, arguments, variables, directory, user, time limit, open stdin). Pids, tags and request ids are in no key.
 """
 
 import base64
@@ -93,10 +91,7 @@ def port_of(request: Request) -> str:
 
 
 def read(request: Request, spec: EnvironmentSpec) -> E2BRequest:
-    """Parse a request of a task with this environment.
-
-    Raises RefusalError (400 to 501) if the request is invalid or not supported, or ConnectError if it speaks Connect.
-    """
+    """Parse a request. Raises RefusalError (400 to 501) if it is invalid, or ConnectError if it speaks Connect."""
     if spec.driver not in SERVER_DRIVERS or spec.upstreams:
         raise RefusalError(
             404, "no-such-endpoint", "This task has no e2b endpoint, because its driver runs no processes."
@@ -208,7 +203,6 @@ def _selected(message: dict[str, Any]) -> tuple[int | None, str]:
 
 
 def _size(message: dict[str, Any]) -> list[int]:
-    """Return the rows and columns of a terminal."""
     pty = message.get("pty")
     value = pty.get("size") if isinstance(pty, dict) else None
     size = [value.get(name, 0) for name in ("rows", "cols")] if isinstance(value, dict) else []

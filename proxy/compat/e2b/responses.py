@@ -83,10 +83,7 @@ def watch_events(body: bytes) -> Iterator[dict[str, str]]:
 
 
 def ended(body: bytes) -> ProcessEvent | None:
-    """Return the last event of a process, from a recorded result; None if the process continues.
-
-    Raises ConnectError if the process was killed at its deadline, or could not be started.
-    """
+    """Return the last event; None while the process runs. Raises ConnectError if it was killed, or did not start."""
     last = ending(body)
     if last.timed_out:
         raise ConnectError("deadline_exceeded", "context deadline exceeded")
@@ -107,10 +104,7 @@ def ended(body: bytes) -> ProcessEvent | None:
 
 
 def whole_stream(result: ToolResult, pid: int) -> bytes | None:
-    """Return the whole stream of a recorded start of a process, as its client gets it from a hit.
-
-    None if the process continues, was killed at its deadline or could not be started.
-    """
+    """Return a recorded start as the stream that a hit sends; None if the process goes on, was killed or failed."""
     try:
         last = ended(result.body) if result.status == 200 else None
     except ConnectError:

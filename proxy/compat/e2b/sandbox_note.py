@@ -13,10 +13,7 @@ DEFAULT_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxNote:
-    """What E2B's clients have set for a sandbox. The rollout and the tree hold everything else.
-
-    A rollout that was started through another protocol has a note with the defaults.
-    """
+    """What E2B's clients have set for a sandbox: the defaults for rollouts of another protocol."""
 
     template: str = DEFAULT_TEMPLATE  # The one that the sandbox was created from.
     metadata: dict[str, str] = field(default_factory=dict)  # The client's labels.

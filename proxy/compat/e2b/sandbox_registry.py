@@ -1,8 +1,7 @@
 """E2B's sandboxes: which rollouts they are, what is stored about them, and when they end.
 
 A sandbox is a rollout, and its ID is the rollout's name. Its `SandboxNote` is read from the store when a task is first
-used, kept in memory, and written on every change. Two things end a sandbox: a request, and its timeout. A timeout is
-noticed by a timer (`Lifetimes`) or by the next request, whichever comes first.
+used, and written on every change. A sandbox ends by a request, or by its timeout, which a timer or a request notices.
 """
 
 import time
@@ -106,10 +105,7 @@ class SandboxRegistry:
                 self._processes.end(rollout, "another proxy serves it now")
 
     async def end(self, rollout: Rollout, reason: str) -> None:
-        """End the sandbox of a rollout. A command that it is running is detached, and ends with the sandbox.
-
-        Clients with open streams get the reason.
-        """
+        """End a rollout's sandbox with its running command, which is detached. Open streams get the reason."""
         # The call under way would otherwise keep the turn until its command ends.
         self._engine.step.detach(rollout)
         await self._engine.tasks.rollouts.finish_in_turn(rollout)
@@ -118,7 +114,6 @@ class SandboxRegistry:
         self._notes.pop(rollout.id, None)
 
     async def _end_if_over(self, rollout: Rollout) -> None:
-        """Apply the timeout of a sandbox whose timer is due."""
         note = self._notes.get(rollout.id)
         if note is None or rollout.finished:
             return

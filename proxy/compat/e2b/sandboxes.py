@@ -49,10 +49,7 @@ class SandboxControl:
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def answer(self, task: str, control: ControlRequest, request: Request, grant: Grant) -> Local:
-        """Answer a parsed request; `request` is the same one, for its rollout and its headers.
-
-        The grant is what the client's token may see. Raises RefusalError (400 to 501) if the request cannot be served.
-        """
+        """Answer a parsed request, by what the client's token may see. Raises RefusalError (400 to 501)."""
         if control.verb in _BEYOND_ONE_SANDBOX:
             grant.require_no_rollout()
         elif control.verb != "list":

@@ -5,39 +5,30 @@ from contextlib import aclosing
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.run import Run, entrance, harness_nodes
-from proxy.compat.harness.turns import ModelResponse
-from proxy.dialects.base import json_object
+from proxy.compat.harness.turns import ENDPOINT, ModelResponse
+from proxy.dialects.base import checked_arguments, json_object
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.exchange import Exchange
 from proxy.http.problems import failed_call
 from proxy.http.sent_labels import labels_of
 from proxy.refusals import Problem, RefusalError
-from proxy.tree.labels import Labels
-from proxy.tree.rollout import Rollout
+from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 from sandboxes.http_message import is_header
 from sandboxes.server_spec import Text, VariableName
+from sandboxes.spec import EnvironmentSpec
 
 _EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "Bearer KEY"}}'
 
 
 class HarnessRequest(BaseModel):
-    """What a run needs.
-
-    Attributes:
-        upstream: The URL that precedes the targets of the harness's requests.
-        headers: Headers of these requests, in place of the harness's own.
-        command: What to run in place of the spec's command; None for that.
-        env: Variables beyond those of the spec's harness.
-        parent: The rollout of the same task whose turns this one begins with; None to begin with the harness's start.
-        turn: With a parent: after how many responses this rollout leaves it; None for where the parent is.
-    """
+    """What a run needs; `command` and `env` override the spec's, and `parent` and `turn` say where it begins."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -57,26 +48,21 @@ class HarnessEndpoint:
         self._running: set[int] = set()
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
-        """Run a rollout's harness, and send an event for each turn as a line of JSON.
-
-        Raises RefusalError if the request is malformed, or the task has no harness.
-        """
+        """Run a rollout's harness, with an event for each turn as a line of JSON. Raises RefusalError if it cannot."""
         request = _read(scope["method"], body)
         grant: Grant = scope.get(GRANT, ALL)
         grant.require_rollout(address.rollout, request.parent or "")
         if not address.rollout:
             raise RefusalError(400, "no-rollout", "name the rollout in the URL: /t/{task}/r/{rollout}/harness.")
+        task, tree, node, recorded = await self._place(address.task, address.rollout, request)
+        # What is refused has begun no rollout. Nothing awaits from here to the begin: the place stays free.
+        self._check(request, task.name, tree.spec)
         labels = labels_of(scope, scope["headers"])
-        rollout, recorded = await self._rollout(address.task, address.rollout, request, labels)
-        spec = rollout.tree.spec
-        if spec.harness is None:
-            raise RefusalError(404, "no-harness", f"task {address.task!r} has no harness. PUT it with one in its spec.")
-        if spec.confined:
-            self._engine.settings.source_rules.check_url(request.upstream)
+        running = task.rollouts.get(address.rollout) if request.parent is None else None
+        rollouts = self._engine.tasks.rollouts
+        rollout = running or rollouts.begin(task, address.rollout, tree, node, labels=labels)
         if rollout.id in self._running:
             raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
-        if not (request.command or spec.harness.command):
-            raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
         begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
         run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
 
@@ -100,29 +86,39 @@ class HarnessEndpoint:
         """Answer a request with a problem that was noticed before the request was read."""
         await exchange.problem(problem)
 
-    async def _rollout(
-        self, task_name: str, name: str, request: HarnessRequest, labels: Labels
-    ) -> tuple[Rollout, list[ModelResponse]]:
-        """Return the running rollout of this name, or begin one where the request says.
+    def _check(self, request: HarnessRequest, task: str, spec: EnvironmentSpec) -> None:
+        """Raise RefusalError or ForbiddenSourceError if an environment runs no such harness."""
+        if spec.harness is None:
+            raise RefusalError(404, "no-harness", f"task {task!r} has no harness. PUT it with one in its spec.")
+        if not (request.command or spec.harness.command):
+            raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
+        if spec.confined:
+            self._engine.settings.source_rules.check_url(request.upstream)
 
-        The responses lead it from there to the turn that the request names.
+    async def _place(
+        self, task_name: str, name: str, request: HarnessRequest
+    ) -> tuple[Task, Tree, Node, list[ModelResponse]]:
+        """Return where the request begins a rollout of this name, and the responses that lead to the turn it names.
+
+        Without a parent, a rollout of this name that runs goes on.
         """
         tasks = self._engine.tasks
-        running = await tasks.running(task_name, name)
+        task = await tasks.open(task_name)
         if request.parent is None:
-            return running or await tasks.rollout(task_name, name, labels), []
-        if running is not None:
+            task = task if name in task.rollouts else await tasks.current(task)
+            tree = (task.rollouts.get(name) or task).tree
+            return task, tree, tree.root, []
+        if name in task.rollouts:
             raise RefusalError(
                 409, "rollout-exists", f"rollout {name!r} is running. Leave `parent` out to go on with it."
             )
-        task = await tasks.open(task_name)
         tree, node = self._position(task_name, request.parent)
         nodes = await harness_nodes(self._engine, node)
         turn = len(nodes) - 1 if request.turn is None else request.turn
         if not 0 <= turn < len(nodes):
             raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
         begin, responses = entrance(self._engine, nodes, turn)
-        return tasks.rollouts.begin(task, name, tree, begin or tree.root, labels=labels), responses
+        return task, tree, begin or tree.root, responses
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
         """Return where a rollout is, or was when it ended."""
@@ -141,11 +137,7 @@ class HarnessEndpoint:
 def _read(method: str, body: bytes) -> HarnessRequest:
     if method != "POST":
         raise RefusalError(405, "method", f"send POST, with a body such as {_EXAMPLE}.")
-    try:
-        request = HarnessRequest.model_validate(json_object(body, _EXAMPLE))
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise RefusalError(422, "harness", f"{faults}. Send a body such as {_EXAMPLE}.") from None
+    request = checked_arguments(ENDPOINT, HarnessRequest, json_object(body, _EXAMPLE))
     if not all(is_header(name, value) for name, value in request.headers.items()):
         raise RefusalError(422, "harness", "a header has characters that no header may have.")
     return request

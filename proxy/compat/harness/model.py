@@ -30,21 +30,13 @@ _NOT_PASSED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Where a rollout's requests go.
-
-    Attributes:
-        url: What precedes the target of each request.
-        headers: Headers that replace those of the harness, such as the key.
-    """
+    """Where a rollout's requests go: a URL before their targets, and headers, such as the key, that replace theirs."""
 
     url: str
     headers: Mapping[str, str]
 
     async def respond(self, request: Mapping[str, Any]) -> ModelResponse:
-        """Return the response to a request of `Path.waiting`.
-
-        Raises RefusalError (502) if the model does not answer, again and again.
-        """
+        """Return the response to a request of `Path.waiting`. Raises RefusalError (502) once all retries failed."""
         for pause_s in (*PAUSES_S, None):
             try:
                 response = await self._respond(request)

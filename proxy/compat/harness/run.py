@@ -59,8 +59,7 @@ async def path_to(engine: Engine, node: Node) -> Path:
 def entrance(engine: Engine, nodes: Sequence[Node], turn: int) -> tuple[Node | None, list[ModelResponse]]:
     """Return where a rollout begins that is to come to a turn, and the responses that lead there.
 
-    That is the nearest turn that is kept, and the root (None) without one: then the harness is started once more. What
-    its model said in between is said again.
+    That is the nearest turn that is kept. Without one it is the root (None), and the harness is started once more.
     """
     at = next((number for number in range(turn, -1, -1) if nodes[number].snapshot is not None), -1)
     calls = [engine.store.records.call(_origin(node)) for node in nodes[at + 1 : turn + 1]]
@@ -84,11 +83,7 @@ class Run:
         begin: Mapping[str, Any],
         recorded: Sequence[ModelResponse] = (),
     ) -> None:
-        """Prepare a run.
-
-        `begin` has a command and variables in place of the spec's; mostly nothing. The `recorded` responses come before
-        those of the model.
-        """
+        """Prepare a run. `begin` overrides the spec's command and variables; `recorded` answers before the model."""
         self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
         self._recorded = deque(recorded)
         self._path = Path()

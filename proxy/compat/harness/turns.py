@@ -1,7 +1,7 @@
 """What a harness waits for, and which responses of models are the same (pure).
 
 A response is an edge of the tree. Engines draw its ids and times at random and cut its text into events at random, so
-bytes would never be equal. Two responses are the same edge if they are equal without these.
+two responses are the same edge if they are equal without these.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +18,8 @@ ENDPOINT = "harness"
 _DRAWN = frozenset({
     "id", "call_id", "item_id", "response_id", "responseId", "message_id", "request_id", "created", "created_at",
     "completed_at", "createTime", "system_fingerprint", "service_tier", "usage", "usageMetadata", "logprobs",
-    "avgLogprobs", "sequence_number", "obfuscation", "signature", "thoughtSignature", "encrypted_content",
+    "avgLogprobs", "sequence_number", "obfuscation", "timings", "time_info", "signature", "thoughtSignature",
+    "encrypted_content",
 })  # fmt: skip
 """Members that engines draw, or that say what a response has cost."""
 _SAID = frozenset({"input", "args", "arguments"})
@@ -27,16 +28,14 @@ _TEXTS = frozenset({
     "text", "content", "delta", "partial_json", "arguments", "thinking", "reasoning", "reasoning_content", "refusal",
 })  # fmt: skip
 """Members with a part of a text, which the next event goes on with."""
+_CHOICES, _ENDS = ("choices", "candidates"), frozenset({"finish_reason", "finishReason"})
+"""Members of an event with its alternatives (OpenAI, Google), and of each of them with why it ends."""
 _DONE = b"[DONE]"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """A model's whole response: its status, its media type and its body.
-
-    Attributes:
-        asked: The kind of the request that it was recorded for (`kind_of_request`); empty for the oldest that waits.
-    """
+    """A model's whole response. `asked` is its `kind_of_request`; empty for the oldest that waits."""
 
     status: int
     media_type: str
@@ -46,13 +45,7 @@ class ModelResponse:
 
 @dataclass(slots=True)
 class Path:
-    """The turns from the root to a node.
-
-    Attributes:
-        turns: How many responses the harness has had; -1 before it is started.
-        waiting: The requests that wait for a response, the oldest first.
-        exit: Its exit code and the end of what it has printed; None while it runs.
-    """
+    """The turns from the root to a node; `turns` is -1 before the start, and `exit` None while it runs."""
 
     turns: int = -1
     waiting: list[dict[str, Any]] = field(default_factory=list)
@@ -72,19 +65,13 @@ class Path:
 
 
 def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tuple[ToolCall, CallKey]:
-    """Return the call that starts the harness, or that lets it go on because it waits for no response, and its key.
-
-    `begin` has a command and variables in place of the spec's, with which it is another call.
-    """
+    """Return the call, with its key, that starts the harness, with what `begin` overrides, or lets it go on."""
     call = ToolCall(ENDPOINT, "start", begin or {}) if path.turns < 0 else ToolCall(ENDPOINT, "wait", {})
     return call, call_key(call)
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call that delivers a response to the oldest request of its kind, and its key.
-
-    Raises UncanonicalArgumentsError if the response has no canonical form.
-    """
+    """Return the call, with its key, that delivers a response to its request. Raises UncanonicalArgumentsError."""
     request = path.waiting_for(response.asked)
     common = {"connection": request["connection"], "others": len(path.waiting) > 1, "status": response.status}
     headers, same = [["content-type", response.media_type]], canonical(response)
@@ -118,7 +105,7 @@ def canonical(response: ModelResponse) -> Any:
     kind = response.media_type.partition(";")[0].strip().lower()
     try:
         if kind == "text/event-stream":
-            return ["events", *_joined(_event(text) for text in _events(response.body))]
+            return ["events", *_joined(part for text in _events(response.body) for part in _parted(_event(text)))]
         return ["json", _kept(parse_json(response.body))]
     # A body that is nested too deeply is compared as it is.
     except (orjson.JSONDecodeError, RecursionError):
@@ -153,6 +140,23 @@ def _events(body: bytes) -> Iterable[bytes]:
 
 def _event(data: bytes) -> Any:
     return "[DONE]" if data == _DONE else _kept(parse_json(data))
+
+
+def _parted(event: Any) -> list[Any]:
+    """Return what an event says and, apart from it, the ends: engines send the last words with an end or before it."""
+    name = next((name for name in _CHOICES if isinstance(event, dict) and isinstance(event.get(name), list)), None)
+    if name is None or not all(isinstance(choice, dict) for choice in event[name]):
+        return [event]
+    ends = [[choice.get("index"), *(choice[end] for end in _ENDS & choice.keys())] for choice in event[name]]
+    words = [{key: value for key, value in choice.items() if key not in _ENDS} for choice in event[name]]
+    parts = [] if _is_empty(words) else [{**event, name: words}]
+    return [*parts, ["end", ends]] if any(end[1:] not in ([], [None]) for end in ends) else parts
+
+
+def _is_empty(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_empty(member) for name, member in value.items() if name not in {"index", "role"})
+    return all(map(_is_empty, value)) if isinstance(value, list) else value in {"", None}
 
 
 def _kept(value: Any) -> Any:

@@ -1,12 +1,10 @@
 """Chains of calls as paths of the tree: look-ups, prefixes with a client's sandbox, and reports of what ran.
 
-1. A chain is a path from the root. Each call of it leads to a node of its own.
-2. The first report of a call counts. A different answer to the same chain proves that a tool does not repeat itself:
+1. The first report of a call counts. A different answer to the same chain proves that a tool does not repeat itself:
    from then on nothing at that call or behind it is answered or recorded (`Tree.quarantine`), because the client's
    sandboxes need not be in the state that the recorded answers show.
-3. A *whole* chain holds every call of its rollout, so its length is the client's position in its list of calls. Only
-   then a prefix with a sandbox is offered. The library takes the length of a prefix for that position in any case:
-   where a chain leaves calls out, it would run calls again that the sandbox already contains.
+2. Only for a *whole* chain, with every call of its rollout, a prefix with a sandbox is offered. The library takes the
+   length of a prefix for its position in the list of calls: otherwise it would run calls twice in the sandbox.
 """
 
 import asyncio
@@ -177,10 +175,7 @@ class Chains:
         report: ClientReport,
         stopped: list[str],
     ) -> Record | None:
-        """Return the record of a call that a caller reports; None if the call does not repeat itself.
-
-        `stopped` takes the sandboxes that the client may stop.
-        """
+        """Return the record of a reported call; None if it does not repeat itself. `stopped` takes sandboxes to end."""
         if key in node.quarantined:
             return None
         known = self._readable(task.tree, node, key)

@@ -37,10 +37,7 @@ class TvcacheEndpoint:
         self._chains = Chains(context.engine)
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
-        """Answer a request.
-
-        Raises RefusalError if the request is malformed, its task is hidden, or the proxy has sandboxes for its task.
-        """
+        """Answer a request. Raises RefusalError if it is malformed, hidden, or of a task with the proxy's sandboxes."""
         request = await beside(len(body), read, self._request_of(scope, address, body))
         grant: Grant = scope.get(GRANT, ALL)
         # The grant was checked for the URL's task only.

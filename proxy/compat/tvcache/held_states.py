@@ -1,6 +1,6 @@
 """Client-held states: which sandbox of a client stands at which node, for other rollouts of the client to fork.
 
-A sandbox belongs to the client, so an eviction is a name in a response: the client that gets it stops the sandbox.
+Sandboxes belong to the client: an eviction is a name in a response, and the client that gets it stops the sandbox.
 """
 
 import time
@@ -31,10 +31,7 @@ class _HeldSandbox:
 
 
 class HeldStates:
-    """The sandboxes of one tree by the number of their node, the least recently used first.
-
-    The clock never goes back.
-    """
+    """The sandboxes of one tree by the number of their node, the least recently used first; its clock is monotonic."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

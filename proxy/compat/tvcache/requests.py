@@ -47,10 +47,7 @@ class CacheRequest:
 
 
 def read(request: Request) -> CacheRequest:
-    """Return what a request means.
-
-    Raises RefusalError: 400 to 422 if it is malformed, 404 and 405 for another one, 501 for one that is not served.
-    """
+    """Return what a request means. Raises RefusalError: 400 to 422 if malformed, 404, 405, 501 if not served."""
     first, _, rest = request.path.strip("/").partition("/")
     verb = rest if first == "whole" else first
     # The library's synchronous client names the task in a header, and its chains are whole histories.

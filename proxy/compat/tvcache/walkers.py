@@ -1,7 +1,7 @@
 """Walkers: rollouts for a client whose requests name none, so that reports, metrics and labels count its calls.
 
-A rollout of the client library has a connection of its own, so each connection and task get one rollout. Each request
-names its whole chain of calls, so a walker stands wherever the latest request was, and answers never depend on it.
+The client library has one connection for each rollout, so each connection and task get one. A request names its whole
+chain of calls: a walker stands wherever the latest request was, and answers never depend on it.
 """
 
 import secrets

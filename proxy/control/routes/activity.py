@@ -20,12 +20,7 @@ router = APIRouter()
 
 
 class TimelineView(BaseModel):
-    """The timeline of the last hour, or since the proxy started if that is less.
-
-    Attributes:
-        step_s: Length of a step in seconds.
-        seconds: The steps, oldest first, with the members of a `second` event.
-    """
+    """The timeline of the last hour, or since the start if that is less, in steps of `step_s`."""
 
     step_s: int
     seconds: list[Second]

@@ -26,13 +26,8 @@ class Bound(BaseModel):
 
     Attributes:
         kind: What was sampled: `hits` that were answered, or `records` of calls.
-        checked: Calls that were run again.
-        differing: Checked calls that differ from their records.
         unreachable: Calls that could not be checked because no path leads to their state; not part of the rate.
         rate: `differing` as a share of `checked`, from 0 to 1.
-        low: Lower end of the interval.
-        high: Upper end of the interval.
-        confidence: Probability that the interval contains the true rate.
         last_at: When the last call was checked.
     """
 
@@ -48,17 +43,7 @@ class Bound(BaseModel):
 
 
 class Finding(BaseModel):
-    """A recorded call that an audit could not repeat.
-
-    Attributes:
-        record: Number of its record.
-        node: The node that it was made at.
-        leads_to: The node that it led to.
-        title: The call as text, cut to 200 characters.
-        why: How it differs.
-        quarantined: Whether the record answers no calls any more.
-        found_at: When the audit noticed it.
-    """
+    """A recorded call that an audit could not repeat; in quarantine it answers no calls any more."""
 
     record: int
     node: NodeName
@@ -74,8 +59,6 @@ class AuditProgress(BaseModel):
 
     Attributes:
         of: Number of calls to check.
-        checked: Calls that were run again.
-        differing: Checked calls that differ from their records.
         unreachable: Calls at states that no path leads to.
         failed: Calls that the machine could not run; they say nothing about their records.
     """
@@ -88,17 +71,7 @@ class AuditProgress(BaseModel):
 
 
 class AuditView(BaseModel):
-    """The results of all audits of a tree.
-
-    Attributes:
-        task: Name of the task.
-        root: Root of the tree.
-        bounds: Rates of wrong answers, by sample.
-        findings: Recorded calls that differ.
-        masks: Noise that comparisons ignore, in all trees of the task.
-        quarantine: Whether records that differ are quarantined.
-        running: The audit that runs now; null if none does.
-    """
+    """The results of all audits of a tree; the masks hold for all trees of the task."""
 
     task: str
     root: NodeName

@@ -21,14 +21,11 @@ class EgressRequestView(BaseModel):
 
     Attributes:
         at: When its call had ended.
-        task: Name of the task.
         rollout: Name of the rollout that made the call; null for a replay.
-        node: Node at which the call ran.
         method: Method of the request; `CONNECT` for a tunnel.
         url: Its URL, or host and port of a tunnel. Programs choose it: show it as text.
         outcome: `recorded`: the response was received and recorded. `repeated`: it came from the recording. `live`:
             bytes passed that are not recorded. `refused`: by the rules. `failed`: there was no response.
-        status: HTTP status that the program received.
         size_bytes: Bytes of the response's body, or what had come through a tunnel so far.
         detail: Why it was refused or failed; empty otherwise.
     """

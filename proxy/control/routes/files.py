@@ -2,26 +2,25 @@
 
 import os
 import re
-import time
 from collections.abc import Iterator
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, BinaryIO
 from urllib.parse import quote, unquote_to_bytes
 
 from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, StreamingResponse
 
-from proxy.control.routes.nodes import take_snapshot
+from proxy.control.routes.nodes import leased_state
 from proxy.control.routes.params import EngineDep, PositionDep
+from proxy.control.views.diff import FileFacts, file_facts, json_text
 from proxy.control.views.resources import node_name
 from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import fulfils
-from sandboxes.errors import StateGoneError
 from sandboxes.inspection import FileEntry, FrozenPath, ReadableStates
 
-_CHUNK = 1 << 18
+_CHUNK = 1 << 20
 """Bytes of a file that are read at a time."""
 _RAW = re.compile(rb"/nodes/n[0-9]+/files(?:/|$)(.*)", re.DOTALL)
 """The path of a file within the path of a request. Its bytes need not be UTF-8, as those of decoded paths are."""
@@ -32,37 +31,22 @@ _SAFE = {"content-security-policy": "default-src 'none'; sandbox", "x-content-ty
 router = APIRouter()
 
 
-class EntryView(BaseModel):
+class EntryView(FileFacts):
     """An entry of a directory.
 
     Attributes:
         name: The name. Bytes that are no UTF-8 are shown as U+FFFD.
         url: The name as URLs have it: percent-encoded, with all of its bytes.
-        kind: What it is.
-        mode: Permission bits in octal.
-        uid: Number of the owner.
-        gid: Number of the group.
-        size_bytes: Size of a regular file; 0 for others.
-        target: Where a symbolic link points; null for others.
     """
 
     name: str
     url: str
-    kind: Literal["file", "directory", "symlink", "other"]
-    mode: str
-    uid: int
-    gid: int
-    size_bytes: int
-    target: str | None
 
 
 class FolderView(BaseModel):
     """A directory of a node.
 
     Attributes:
-        node: Name of the node.
-        path: The directory, from the root.
-        entries: What is in it, in the order of names.
         truncated: Whether there are more entries.
         base: Whether the files of the base are among them. Without it, only what set-up and calls have changed is.
     """
@@ -91,18 +75,20 @@ async def read_node_file(
     """
     wanted, name = _path_of(request, path), node_name(position[1])
     found = await _opened(engine, *position, wanted)
-    shown, entry = _text("/" + wanted), found.entry
+    shown, entry = json_text("/" + wanted), found.entry
     if found.file is not None:
         headers = {**_SAFE, "content-length": str(entry.size_bytes), "content-disposition": "attachment"}
         return StreamingResponse(
-            _chunks(found.file, entry.size_bytes), media_type="application/octet-stream", headers=headers
+            chunks(found.file, entry.size_bytes), media_type="application/octet-stream", headers=headers
         )
     if entry.kind == "directory":
         entries = [_entry_view(name, each) for name, each in found.entries.items()]
         view = FolderView(node=name, path=shown, entries=entries, truncated=found.truncated, base=found.base)
         return JSONResponse(view.model_dump(), headers=_SAFE)
     if entry.kind == "symlink":
-        raise RefusalError(409, "link", f"{shown} is a link to {_text(entry.target or '')}. Ask for the path it names.")
+        raise RefusalError(
+            409, "link", f"{shown} is a link to {json_text(entry.target or '')}. Ask for the path it names."
+        )
     if entry.kind == "other":
         raise RefusalError(409, "no-file", f"{shown} is a device, a socket or a pipe, and has no content.")
     where = "" if found.base else " Its base is the proxy's machine, of which only changed files are read."
@@ -124,18 +110,11 @@ async def _opened(engine: Engine, tree: Tree, node: Node, path: str) -> FrozenPa
     driver = engine.drivers.get(tree.spec.driver)
     if not fulfils(driver, ReadableStates):
         raise RefusalError(409, "no-files", f"states of driver {tree.spec.driver!r} have no files to read.")
-    await take_snapshot(engine, tree, node)
-    try:
-        # No await since the snapshot was there, so nothing has evicted it.
-        with engine.cache.leased(node) as frozen:
-            return await driver.open_frozen(tree.spec, frozen, path)
-    except StateGoneError as error:
-        # The next attempt replays the state.
-        engine.cache.failed(node, error, time.monotonic(), reproducible=False)
-        raise
+    async with leased_state(engine, tree, node) as frozen:
+        return await driver.open_frozen(tree.spec, frozen, path)
 
 
-def _chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+def chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
     """Yield as many bytes as were promised. A layer never changes, so a shorter file is a damaged one."""
     with file:
         while size_bytes > 0 and (chunk := file.read(min(_CHUNK, size_bytes))):
@@ -144,11 +123,4 @@ def _chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
 
 
 def _entry_view(name: str, entry: FileEntry) -> EntryView:
-    facts: dict[str, Any] = {"kind": entry.kind, "uid": entry.uid, "gid": entry.gid, "size_bytes": entry.size_bytes}
-    target = None if entry.target is None else _text(entry.target)
-    return EntryView(name=_text(name), url=quote(os.fsencode(name)), mode=f"{entry.mode:04o}", target=target, **facts)
-
-
-def _text(text: str) -> str:
-    """Return text that JSON can hold: a path may contain bytes that are not UTF-8."""
-    return text.encode(errors="surrogateescape").decode(errors="replace")
+    return EntryView(name=json_text(name), url=quote(os.fsencode(name)), **file_facts(entry))

@@ -25,12 +25,7 @@ router = APIRouter()
 
 
 class PartingView(BaseModel):
-    """A node from which rollouts went to different states.
-
-    Attributes:
-        node: The node.
-        ways: The calls by which they left it.
-    """
+    """A node from which rollouts went to different states, and the calls (`ways`) by which they left it."""
 
     node: str
     ways: list["SharedView"]
@@ -42,7 +37,6 @@ class SharedView(BaseModel):
     Attributes:
         call: The call in one line; null for a state alone, or if the call cannot be read.
         node: The node that it led to, or the state; null for a call alone.
-        rollouts: Names of the rollouts.
     """
 
     call: str | None = None
@@ -54,10 +48,8 @@ class ComparisonView(BaseModel):
     """Rollouts of a task, aligned by state.
 
     Attributes:
-        rollouts: Number of rollouts that were compared.
         truncated: Whether there are more; the newest were compared.
         above: Rewards above this count as high; null if the rewards do not tell rollouts apart.
-        high: Names of the rollouts with a high reward.
         parts: Where rollouts part, the parting of most rollouts first.
         same_end: States that several rollouts are at.
         winning_states: States that only rollouts with a high reward reached: the first such of each of them.

@@ -1,16 +1,15 @@
 """Routes that make a container image of a node's state, as `docker commit` does of a container."""
 
 import secrets
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
-from proxy.control.routes.nodes import take_snapshot
+from proxy.control.routes.files import chunks
+from proxy.control.routes.nodes import leased_state
 from proxy.control.routes.params import EngineDep, PositionDep, TaskDep, granted
 from proxy.control.routes.transfer import MEDIA_TYPE
 from proxy.control.views.resources import node_name
@@ -18,13 +17,10 @@ from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import fulfils
-from sandboxes.errors import StateGoneError
 from sandboxes.portability import ImagingDriver, NoImageError
 
 IMAGE = "x-forkpoint-image"
 """The header with the id of an image that is downloaded."""
-_CHUNK = 1 << 20
-"""Bytes of an archive that are read at a time."""
 _PART = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _HOST = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]+)?"
 _IMAGE_NAME = rf"^(?:{_HOST}/)?{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?$"
@@ -34,22 +30,13 @@ router = APIRouter()
 
 
 class NewImage(BaseModel):
-    """An image to make in the Docker daemon.
-
-    Attributes:
-        name: Name of the image, such as `repository:tag`. Another image of this name loses it.
-    """
+    """An image to make in the Docker daemon, such as `repository:tag`. Another image of this name loses it."""
 
     name: str = Field(pattern=_IMAGE_NAME, max_length=255)
 
 
 class ImageView(BaseModel):
-    """An image that was made in the Docker daemon.
-
-    Attributes:
-        id: The image's id: `sha256:` and a digest.
-        name: The image's name.
-    """
+    """An image that was made in the Docker daemon; `id` is `sha256:` and a digest."""
 
     id: str
     name: str
@@ -86,34 +73,23 @@ async def download_image(
         archive = draft.open("rb")
     finally:
         draft.unlink(missing_ok=True)
+    size = archive.seek(0, 2)
     headers = {
         "content-disposition": f'attachment; filename="{task.name}-{node_name(position[1])}.tar"',
-        "content-length": str(archive.seek(0, 2)),
+        "content-length": str(size),
         "x-accel-buffering": "no",
         IMAGE: id_,
     }
     archive.seek(0)
-    return StreamingResponse(_chunks(archive), media_type=MEDIA_TYPE, headers=headers)
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
+    return StreamingResponse(chunks(archive, size), media_type=MEDIA_TYPE, headers=headers)
 
 
 async def _image(engine: Engine, tree: Tree, node: Node, name: str, target: Path | None) -> str:
     driver = engine.drivers.get(tree.spec.driver)
     if not fulfils(driver, ImagingDriver):
         raise RefusalError(409, "no-image", f"states of driver {tree.spec.driver!r} cannot become images.")
-    await take_snapshot(engine, tree, node)
-    try:
-        # No await since the snapshot was there, so nothing has evicted it.
-        with engine.cache.leased(node) as frozen:
+    async with leased_state(engine, tree, node) as frozen:
+        try:
             return await driver.image(tree.spec, frozen, name, target)
-    except NoImageError as reason:
-        raise RefusalError(409, "no-image", f"node {node_name(node)} cannot become an image: {reason}") from reason
-    except StateGoneError as error:
-        # The next attempt replays the state.
-        engine.cache.failed(node, error, time.monotonic(), reproducible=False)
-        raise
+        except NoImageError as reason:
+            raise RefusalError(409, "no-image", f"node {node_name(node)} cannot become an image: {reason}") from reason

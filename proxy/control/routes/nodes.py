@@ -1,5 +1,8 @@
 """Routes of trees and nodes: show them, forget a subtree, pin a snapshot, and take one."""
 
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -14,7 +17,8 @@ from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from proxy.tree.tree import Node, Tree
-from sandboxes.errors import NotFreezableError
+from sandboxes.driver import FrozenState
+from sandboxes.errors import NotFreezableError, StateGoneError
 
 _LATEST = ListQuery("created_at", descending=True, limit=50)
 """A node's view lists at most this many of the rollouts that passed it; another route lists all."""
@@ -85,10 +89,7 @@ async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDe
 
 
 async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
-    """Take a node's snapshot, if it has none.
-
-    Raises RefusalError (409) if the state cannot be frozen, and StoreError if the snapshot could not be written.
-    """
+    """Take a node's snapshot, if it has none. Raises RefusalError (409) if it cannot be frozen, or StoreError."""
     name = node_name(node)
     try:
         await engine.restorer.take_snapshot(tree, node)
@@ -96,3 +97,17 @@ async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
         raise RefusalError(409, "not-freezable", f"no snapshot of node {name} can be taken: {reason}") from reason
     if node.snapshot is None:
         raise StoreError(f"the snapshot of node {name} could not be written. Free disk space and retry.")
+
+
+@asynccontextmanager
+async def leased_state(engine: Engine, tree: Tree, node: Node) -> AsyncIterator[FrozenState]:
+    """Lease a node's snapshot, which is taken if there is none, for the block."""
+    await take_snapshot(engine, tree, node)
+    try:
+        # No await since the snapshot was there, so nothing has evicted it.
+        with engine.cache.leased(node) as frozen:
+            yield frozen
+    except StateGoneError as error:
+        # The next attempt replays the state.
+        engine.cache.failed(node, error, time.monotonic(), reproducible=False)
+        raise

@@ -127,18 +127,12 @@ def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
 
 
 def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
-    """Return the tree of a task that has this root or node; the current tree for None.
-
-    Raises RefusalError (404) if the task has no node with this name.
-    """
+    """Return a task's tree with this root or node, or its current tree. Raises RefusalError (404) without one."""
     return task.tree if root is None else position_of(engine, task, root)[0]
 
 
 async def running(engine: Engine, task: str, name: str) -> Rollout:
-    """Return a running rollout.
-
-    Raises RefusalError if no running rollout of the task has this name (404), or its position is lost (409).
-    """
+    """Return a running rollout. Raises RefusalError if there is none (404), or its position is lost (409)."""
     await engine.tasks.find(task)
     rollout = await engine.tasks.running(task, name)
     if rollout is None:

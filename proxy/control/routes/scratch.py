@@ -39,12 +39,9 @@ class Trial(BaseModel):
 
     Attributes:
         command: The shell command; null for a request.
-        session: The shell session that runs the command.
         timeout_s: Timeout of the command in seconds; null for the default.
         endpoint: The endpoint of the request; null for a command.
-        method: HTTP method of the request.
         path: Path of the request below the endpoint.
-        query: Query parameters of the request.
         body: Body of the request: JSON, or a string that is sent as it is.
     """
 
@@ -84,9 +81,7 @@ class TrialView(BaseModel):
 
     Attributes:
         node: The node that the call was tried at.
-        answer: The answer.
         effect: What the call changed in the fork.
-        seconds: How long the tool ran.
         known: Whether the tree has a record of the call at this node.
         leads_to: The node that this record leads to; null if there is no record.
         resources: What the call used of the machine; null if nothing is known.

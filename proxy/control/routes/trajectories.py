@@ -17,6 +17,9 @@ RolloutQuery = Annotated[str | None, Query(pattern=NAME_PATTERN, description="On
 AnswerBytes = Annotated[
     int, Query(ge=0, le=1 << 30, description="Longest answer in bytes; longer ones are cut and marked.")
 ]
+TurnsQuery = Annotated[
+    bool, Query(description="One line for each turn of agents inside their sandbox, as a tree for training.")
+]
 
 router = APIRouter()
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {}}}}
@@ -38,13 +41,17 @@ async def read_task_trajectories(
     label: LabelQuery = None,
     rollout: RolloutQuery = None,
     answer_bytes: AnswerBytes = ANSWER_BYTES,
+    *,
+    turns: TurnsQuery = False,
 ) -> StreamingResponse:
     """Stream the rollouts of one task, with their calls, answers, timings and labels."""
-    return _stream(engine, TrajectoryRequest((task.name,), rollout, wanted_labels(label), answer_bytes))
+    return _stream(engine, TrajectoryRequest((task.name,), rollout, wanted_labels(label), answer_bytes, turns))
 
 
 def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:
     engine.journal.fold()
     database = engine.store.database
-    headers = {"x-accel-buffering": "no", TOTAL: str(count_rollouts(database, request))}
+    headers = {"x-accel-buffering": "no"}
+    if not request.turns:
+        headers[TOTAL] = str(count_rollouts(database, request))
     return StreamingResponse(trajectories(database, request), media_type=MEDIA_TYPE, headers=headers)

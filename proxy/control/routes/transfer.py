@@ -2,9 +2,9 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from proxy.control.routes.files import chunks
 from proxy.control.routes.params import WHOLE, EngineDep, TaskDep, TaskName, TreeDep, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
@@ -23,8 +24,6 @@ MEDIA_TYPE = "application/x-tar"
 """The media type of an exported tree."""
 BACKUP_TYPE = "application/vnd.sqlite3"
 """The media type of a backup (registered with IANA)."""
-_CHUNK = 1 << 20
-"""Bytes of a backup that are read at a time."""
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
@@ -44,9 +43,6 @@ class ImportView(BaseModel):
         exported_from: Name of the task that the tree was exported from.
         root: Root of the tree in this proxy.
         current: Whether it is the task's current tree. If not, it serves rollouts that request its environment.
-        nodes: Number of nodes.
-        records: Number of recorded calls.
-        snapshots: Number of imported snapshots.
         snapshots_left_out: Number of snapshots that the file lacks or that do not fit; replays reach their states.
     """
 
@@ -138,7 +134,7 @@ async def download_backup(engine: EngineDep, *, snapshots: bool = False) -> Stre
     backup.seek(0)
     if not snapshots:
         return StreamingResponse(
-            _chunks(backup), media_type=BACKUP_TYPE, headers=headers | {"content-length": str(size)}
+            chunks(backup, size), media_type=BACKUP_TYPE, headers=headers | {"content-length": str(size)}
         )
 
     async def with_snapshots() -> AsyncIterator[bytes]:
@@ -148,9 +144,3 @@ async def download_backup(engine: EngineDep, *, snapshots: bool = False) -> Stre
 
     total = size + sum(snapshot.size_bytes for snapshot in engine.snapshots)
     return StreamingResponse(with_snapshots(), media_type=MEDIA_TYPE, headers=headers | {TOTAL: str(total)})
-
-
-def _chunks(file: BinaryIO) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(_CHUNK):
-            yield chunk

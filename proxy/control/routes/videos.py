@@ -19,7 +19,6 @@ class PreprocessView(BaseModel):
         of_s: Length of the video, in seconds.
         share: Finished share of the stage, from 0 to 1.
         seconds: How long it has run, or ran in total.
-        error: Why it failed; null if it did not.
     """
 
     video: str
@@ -35,8 +34,6 @@ class VideosView(BaseModel):
     """The work of the video driver since this proxy started.
 
     Attributes:
-        preprocesses: Preprocessing in progress, and the last that ended, oldest first.
-        model_questions: Number of requests that models answered.
         model_answers_reused: Number of requests answered from an earlier answer of a model.
         model_tokens: Tokens that models counted for their answers. Reports show what the tree has saved of them.
     """

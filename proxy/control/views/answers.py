@@ -23,9 +23,6 @@ class AnswerView(BaseModel):
     """A recorded answer. Text and JSON are shown; of other bytes only the size is.
 
     Attributes:
-        status: HTTP status of the answer.
-        media_type: The answer's `Content-Type`.
-        size_bytes: Size of the body.
         truncated: Whether long texts or lists were cut; `GET …/answer` downloads the whole body.
         json_: The body if it is JSON, named `json` in the response; otherwise null.
         text: The body if it is other text; otherwise null.
@@ -40,11 +37,7 @@ class AnswerView(BaseModel):
 
 
 class ShownAnswer(AnswerView):
-    """A recorded answer as the page shows it: bytes that are not UTF-8 are shown as text too.
-
-    Attributes:
-        exact: Whether `text` has every byte of the body; false if U+FFFD replaces some of them.
-    """
+    """A recorded answer as the page shows it: bytes that are no UTF-8 are U+FFFD, and `exact` is then false."""
 
     exact: bool = True
 

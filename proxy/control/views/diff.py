@@ -29,11 +29,8 @@ class FileFacts(BaseModel):
     """The attributes of a file.
 
     Attributes:
-        kind: What the path is.
         mode: Permission bits in octal, as `chmod` takes them.
-        uid: Number of the owner.
-        gid: Number of the group.
-        size_bytes: Size of a regular file.
+        size_bytes: Size of a regular file; 0 for others.
         target: Where a symbolic link points; null for other kinds.
     """
 
@@ -49,8 +46,6 @@ class FileChange(BaseModel):
     """A changed path.
 
     Attributes:
-        path: The path.
-        change: Whether the file was added, removed or changed.
         before: Its attributes in state a; null if it is not there.
         after: Its attributes in state b; null if it is not there.
         diff: Unified diff of a text file; null if there is none.
@@ -66,13 +61,7 @@ class FileChange(BaseModel):
 
 
 class Changed(BaseModel):
-    """A changed text, such as the value of a variable.
-
-    Attributes:
-        name: What the text belongs to.
-        before: The text in state a; null if there is none.
-        after: The text in state b; null if there is none.
-    """
+    """A changed text, such as the value of a variable: in state a and in state b, null where there is none."""
 
     name: str
     before: str | None
@@ -80,14 +69,7 @@ class Changed(BaseModel):
 
 
 class SessionChange(BaseModel):
-    """A changed shell session.
-
-    Attributes:
-        session: Name of the session.
-        cwd: The change of its working directory; null if it is the same.
-        variables: Changed variables.
-        functions: Changed functions.
-    """
+    """A changed shell session; `cwd` is null if it is the same."""
 
     session: str
     cwd: Changed | None
@@ -99,12 +81,9 @@ class TableChange(BaseModel):
     """A changed table or view of a database.
 
     Attributes:
-        table: Its name.
         before_rows: Number of rows in state a; null if it is not there, or too large to compare.
         after_rows: Number of rows in state b; null if it is not there, or too large to compare.
         schema_: The change of its definition; null if it is the same.
-        added: Rows that only state b has.
-        removed: Rows that only state a has.
         unshown: Why rows are missing from the view; empty if none are.
     """
 
@@ -118,13 +97,7 @@ class TableChange(BaseModel):
 
 
 class DatabaseChange(BaseModel):
-    """A changed database.
-
-    Attributes:
-        database: Its name.
-        tables: Its changed tables and views.
-        unshown: What was not compared; empty if everything was.
-    """
+    """A changed database, with its changed tables and views. `unshown` says what was not compared."""
 
     database: str
     tables: list[TableChange]
@@ -135,9 +108,6 @@ class DiffView(BaseModel):
     """What changed from node a to node b.
 
     Attributes:
-        task: Name of the task.
-        a: The first node.
-        b: The second node.
         same: Whether the nodes are the same, or their states have the same digest.
         files: Changed paths; null if the driver cannot compare files.
         files_total: Number of changed paths, including those that the view leaves out.
@@ -184,7 +154,8 @@ def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool =
     change: Literal["added", "removed", "changed"] = "changed"
     if before.kind == "gone" or after.kind == "gone":
         change = "added" if before.kind == "gone" else "removed"
-    view = FileChange(path=_printable(path), change=change, before=_facts(before), after=_facts(after))
+    facts = [None if entry.kind == "gone" else FileFacts(**file_facts(entry)) for entry in (before, after)]
+    view = FileChange(path=json_text(path), change=change, before=facts[0], after=facts[1])
     sides = [entry for entry in (before, after) if entry.kind == "file"]
     if not sides or (len(sides) == 2 and before.content is not None and before.content == after.content):
         return view
@@ -201,7 +172,7 @@ def file_change(path: str, before: FileEntry, after: FileEntry, *, texts: bool =
     unified = "".join(_with_end(line) for line in difflib.unified_diff(lines[0], lines[1], f"a{path}", f"b{path}"))
     if len(unified) > _DIFF_CHARS:
         unified = unified[:_DIFF_CHARS] + "\n[…]\n"
-    return view.model_copy(update={"diff": _printable(unified)})
+    return view.model_copy(update={"diff": json_text(unified)})
 
 
 def _with_end(line: str) -> str:
@@ -217,17 +188,17 @@ def _text(content: bytes) -> str | None:
         return None
 
 
-def _facts(entry: FileEntry) -> FileFacts | None:
-    if entry.kind == "gone":
-        return None
-    target = None if entry.target is None else _printable(entry.target)
+def file_facts(entry: FileEntry) -> dict[str, Any]:
+    """Return the members of a `FileFacts`."""
+    target = None if entry.target is None else json_text(entry.target)
     mode = f"{stat.S_IMODE(entry.mode):04o}"
-    return FileFacts(
-        kind=entry.kind, mode=mode, uid=entry.uid, gid=entry.gid, size_bytes=entry.size_bytes, target=target
-    )
+    return {
+        "kind": entry.kind, "mode": mode, "uid": entry.uid, "gid": entry.gid, "size_bytes": entry.size_bytes,
+        "target": target,
+    }  # fmt: skip
 
 
-def _printable(text: str) -> str:
+def json_text(text: str) -> str:
     """Return text that JSON can hold: a path may contain bytes that are not UTF-8."""
     return text.encode(errors="surrogateescape").decode(errors="replace")
 
@@ -266,11 +237,7 @@ def _cut(text: str | None) -> str | None:
 def table_change(
     table: str, schemas: tuple[str | None, str | None], answers: tuple[dict[str, Any] | None, dict[str, Any] | None]
 ) -> TableChange | None:
-    """Return the change of a table; None if it has none.
-
-    `schemas` is its definition in each state; None if it is not there. `answers` is the result of `SELECT *` in each
-    state; None if it was not read.
-    """
+    """Return the change of a table, None if it has none, from its definition and `SELECT *` in each state."""
     sides: list[Sequence[Any] | None] = [None if answer is None else answer["rows"] for answer in answers]
     cut = any(answer is not None and (answer["truncated"] or answer["error"]) for answer in answers)
     rows = [Counter(orjson.dumps(row, option=orjson.OPT_SORT_KEYS) for row in side or ()) for side in sides]

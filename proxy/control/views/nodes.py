@@ -41,13 +41,7 @@ class CallView(BaseModel):
 class ResourcesView(BaseModel):
     """What the execution of a call used of the machine; null is what is not known.
 
-    All that ran in the call's sandbox meanwhile is counted, background processes too.
-
-    Attributes:
-        cpu_s: CPU time in seconds.
-        peak_bytes: The most memory at one time in bytes, with cached pages of files.
-        read_bytes: Bytes that were read from disks.
-        written_bytes: Bytes that were written to disks while the call ran.
+    All that ran in its sandbox meanwhile is counted, background processes too, and cached pages of files in the peak.
     """
 
     cpu_s: float | None
@@ -65,9 +59,6 @@ class ObservationView(BaseModel):
     """A recorded call that did not change the state.
 
     Attributes:
-        record: Number of the record.
-        call: The call.
-        seconds: How long the tool ran.
         hits: Number of hits that the record has answered.
         exit_code: The exit code in the answer; null if the answer has none.
         resources: What the call used of the machine; null if nothing is known.
@@ -85,15 +76,11 @@ class NodeFacts(BaseModel):
     """What all views of a node show.
 
     Attributes:
-        id: The node's name, such as `n12`.
         parent: The node that the first call was made at; null for the root.
         effect: What the first call that led here changed.
         seconds: How long that call's tool ran.
         hits: Number of hits that this call has answered.
         exit_code: The exit code in the call's answer; null if the answer has none.
-        snapshot: Whether the state has a snapshot.
-        flags: Properties of the node that need attention.
-        children: Number of child nodes.
         rollouts: Names of the running rollouts at this node.
     """
 
@@ -127,10 +114,7 @@ class PassedRollout(BaseModel):
     """A rollout that reached a node by a call.
 
     Attributes:
-        task: Name of the rollout's task.
-        rollout: Name of the rollout.
         turn: Number of its first call that led to the node, from 0.
-        finished: Whether the rollout has ended.
     """
 
     task: str
@@ -148,10 +132,8 @@ class NodeDetail(NodeView):
         passes: How often a rollout reached this node.
         diverged: How a replay diverged from the record; empty if none did.
         unfreezable: Why no snapshot of the state can be taken; empty if nothing prevents it.
-        snapshot_detail: The snapshot; null if there is none.
         leads_to: Names of the nodes that recorded calls lead to from here.
         kept: Why the state has a snapshot, or why it has none.
-        passed: The latest rollouts that reached this node.
     """
 
     answer: AnswerView | None
@@ -166,14 +148,7 @@ class NodeDetail(NodeView):
 
 
 class TreeView(BaseModel):
-    """The nodes of a tree or of a subtree, parents first.
-
-    Attributes:
-        task: Name of the task.
-        root: Name of the tree's root.
-        nodes: The nodes.
-        truncated: Whether there are more nodes than `limit`.
-    """
+    """The nodes of a tree or of a subtree, parents first; `truncated` if there are more than `limit`."""
 
     task: str
     root: str
@@ -182,13 +157,7 @@ class TreeView(BaseModel):
 
 
 class Forgotten(BaseModel):
-    """The result of forgetting a subtree.
-
-    Attributes:
-        nodes: Number of nodes that were forgotten.
-        rollouts: Names of the rollouts that were ended.
-        going_on: Names of the rollouts that continue in the forgotten states.
-    """
+    """The result of forgetting a subtree; `going_on` names the rollouts that continue in the forgotten states."""
 
     nodes: int
     rollouts: list[str]
@@ -196,11 +165,7 @@ class Forgotten(BaseModel):
 
 
 class Pin(BaseModel):
-    """Whether a node's snapshot is exempt from eviction.
-
-    Attributes:
-        pinned: True pins the snapshot, false unpins it.
-    """
+    """Whether a node's snapshot is exempt from eviction: true pins it, false unpins it."""
 
     pinned: bool = True
 

@@ -13,17 +13,13 @@ class ReportRow(CallTotalsView):
     Attributes:
         group: What the rollouts have in common: the value of the label, the task or the endpoint; null for rollouts
             without the label.
-        rollouts: Number of rollouts that made a call.
         replayed_s: Seconds that bringing sandboxes to the rollouts' states took. By endpoint, those of calls since the
             store has them by endpoint; null if there was none.
         restored_s: Seconds that getting sandboxes took; by endpoint as `replayed_s`.
         waited_s: Seconds that executed calls waited for other calls; by endpoint as `replayed_s`.
         p50_s: Median of the tools' seconds of all calls, had each been executed.
-        p95_s: Their 95th percentile.
         paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.
-        paid_p95_s: Their 95th percentile.
         reward: Mean of the label `reward`; null if no rollout has one.
-        rewarded: Number of rollouts with a reward.
         executed_cost: Price of `executed_s`.
         saved_cost: Price of `saved_s`.
         executed_tokens: Tokens that models of video tools counted for misses and bypasses.
@@ -57,8 +53,6 @@ class SlowCall(BaseModel):
     """A call of a task, summed over all states at which it was made.
 
     Attributes:
-        task: Name of the task.
-        title: The call in one line.
         executed: How often it was executed.
         saved: How often a hit or a wait saved its execution.
         executed_s: Seconds that the tool ran for the executions.
@@ -110,13 +104,9 @@ class ReportView(BaseModel):
     """A report.
 
     Attributes:
-        by: What the rollouts are grouped by.
         labels: Labels that all of the rollouts have.
         task: The only task; null for all.
-        price_per_hour: Price of one hour of tool time.
-        total: The totals of all groups.
         rows: The groups; numbers are in their order, and texts in alphabetical order.
-        truncated: Whether groups were left out.
         arms: The same calls without a cache, with a stateless one, and with this one.
         calls: The calls whose executions took longest in sum, the slowest first, and why they ran; at most 20.
         damaged: Rollouts and calls that are left out of all figures, because rows of the store are damaged.

@@ -27,20 +27,14 @@ class SnapshotView(BaseModel):
     """A snapshot.
 
     Attributes:
-        id: Name of the snapshot.
-        task: Name of the task whose tree the state is in.
-        node: Node whose state the snapshot holds.
         kind: Whether it holds files and dumped sessions, or images of live processes too.
-        size_bytes: Its size.
         cost_s: Seconds that taking it took.
         restore_s: Seconds that its last restore took.
-        created_at: When it was taken.
         uses: Number of restores so far.
         leases: Number of restores in progress.
         saved_s: Seconds that each use is expected to save.
         expected_uses: Expected number of uses.
         value: Expected seconds saved per byte; snapshots with the least value are evicted first.
-        why: Why the snapshot is kept.
     """
 
     id: str
@@ -64,15 +58,11 @@ class SandboxView(BaseModel):
 
     Attributes:
         id: Name of the sandbox; null while it starts.
-        state: Its state in the lifecycle.
         task: Task of the rollout that used it last; null if no running rollout did.
         node: Node whose state the sandbox is in; null if it is in none.
         rollout: The running rollout that used it last; null if there is none.
         warm: Whether it is a warm fork: made ahead of its use, and not used yet.
         why: What the sandbox is used for, or who may use it.
-        calls: Number of calls that ran in it.
-        age_s: Seconds since it started.
-        idle_s: Seconds since it was used last.
     """
 
     id: str | None
@@ -109,10 +99,7 @@ class CallTotalsView(BaseModel):
     """Totals of answered calls.
 
     Attributes:
-        calls: Number of answered calls.
-        hits: Calls answered from a tree.
         waits: Calls that shared the execution of another rollout's identical call.
-        misses: Calls that were executed and recorded.
         bypasses: Calls whose record serves their own rollout alone.
         hit_rate: Hits and waits as a share of all calls, from 0 to 1.
         executed_s: Seconds that tools ran for misses and bypasses.
@@ -133,14 +120,8 @@ class StatsView(CallTotalsView):
     """Totals since this proxy started, and its budgets.
 
     Attributes:
-        since: When the proxy started.
-        uptime_s: Seconds since then.
-        replayed_calls: Calls that were replayed.
-        replayed_s: Seconds that replays took.
         restores: Sandboxes restored from snapshots.
         starts: Sandboxes started afresh.
-        snapshots_taken: Snapshots taken.
-        evictions: Snapshots evicted.
         divergences: Replays that reached another state than the recorded one.
         root_changes: Trees whose base, archive, image or database changed while the proxy ran.
         audit_checked: Recorded calls that audits ran again.
@@ -154,18 +135,10 @@ class StatsView(CallTotalsView):
             kept it in time.
         failures: These failures by kind.
         refusals: Requests that could not be served, by problem type.
-        sandboxes: Number of live sandboxes in each state.
-        sandboxes_budget: Maximum number of live sandboxes at this moment.
         sandboxes_bounded_by: What bounds it, such as `memory` or `max_sandboxes`.
         sandboxes_evicted: Sandboxes that were closed for room before their rollouts had ended. The next calls of these
             restore their states.
-        warm_sandboxes: Warm forks that wait for a rollout.
-        snapshots: Number of snapshots.
-        snapshot_bytes: Bytes of all snapshots.
-        snapshot_budget_bytes: Maximum of these bytes.
         checkpoint_bytes: Bytes of snapshots that hold live processes; part of `snapshot_bytes`.
-        checkpoint_budget_bytes: Maximum of these bytes.
-        costs: Measured costs by driver.
         snapshots_full: Whether states without another way exceed a budget of snapshots, so that nothing can be evicted.
         snapshots_unproven: Snapshots that wait for a replay before they may be evicted.
         reuse_rate: Learnt share of states that need a sandbox again.
@@ -210,11 +183,7 @@ class Collected(BaseModel):
     """The result of a garbage collection.
 
     Attributes:
-        evicted: Snapshots evicted.
-        forgotten_nodes: Forgotten nodes whose rows were deleted.
         freed_bytes: Bytes by which the snapshots and the store's files shrank; the files may shrink later.
-        snapshot_bytes: Bytes of all snapshots now.
-        store_bytes: Bytes of the store's files now.
     """
 
     evicted: int
@@ -225,25 +194,13 @@ class Collected(BaseModel):
 
 
 class Batch(BaseModel):
-    """A batch of rollouts that is about to start.
-
-    Attributes:
-        count: Number of sandboxes to prepare.
-    """
+    """A batch of rollouts that is about to start, and how many sandboxes to prepare."""
 
     count: int = Field(ge=1, le=1 << 20)
 
 
 class WarmView(BaseModel):
-    """Warm forks at a tree's root.
-
-    Attributes:
-        task: Name of the task.
-        node: The tree's root.
-        granted: Number of requested forks that the settings allow.
-        ready: Number of forks that are ready now.
-        expires_s: Seconds after which an unused fork is closed.
-    """
+    """Warm forks at a tree's root: `granted` of the requested ones, of which `ready` are ready now."""
 
     task: str
     node: str
@@ -253,10 +210,7 @@ class WarmView(BaseModel):
 
 
 def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> SnapshotView:
-    """Return the view of a snapshot.
-
-    `worth` is what the eviction policy knows of it; None if its tree is not in memory.
-    """
+    """Return the view of a snapshot. `worth` is the eviction policy's view; None if its tree is not in memory."""
     return SnapshotView(
         id=snapshot.id,
         task=task,
@@ -276,10 +230,7 @@ def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> Snap
 
 
 def sandbox_view(slot: Slot, tasks: Mapping[int, tuple[str, str]], now: float) -> SandboxView:
-    """Return the view of a live sandbox at a time of the monotonic clock.
-
-    `tasks` has task and name of each running rollout, by the rollout's number.
-    """
+    """Return the view of a live sandbox at a monotonic time; `tasks` has task and name by rollout number."""
     node = slot.position if isinstance(slot.position, Node) else None
     task, rollout = tasks.get(slot.owner or 0, (None, None))
     return SandboxView(

@@ -19,14 +19,10 @@ class TaskView(BaseModel):
     """A task.
 
     Attributes:
-        task: Name of the task.
         spec: Its environment, without secret values.
         default: Whether the task has the default environment because no other was put.
-        root: Root of the task's current tree.
-        created_at: When the task was created.
         nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts in all trees of the task, finished rollouts included.
-        running: Number of running rollouts.
         advice: What makes states of the task dear on this machine, and what it costs; empty if nothing is known.
     """
 
@@ -45,11 +41,7 @@ class TaskSummary(CallTotalsView):
     """A task with the totals of its rollouts since its creation; the totals may be some seconds old.
 
     Attributes:
-        task: Name of the task.
-        created_at: When the task was created.
-        nodes: Number of nodes in all trees of the task.
         rollouts: Number of rollouts, finished rollouts included.
-        running: Number of running rollouts.
         used_at: When a rollout made its latest call, or began; null without a rollout.
     """
 
@@ -69,19 +61,12 @@ class RolloutView(BaseModel):
 
     Attributes:
         id: Number of the rollout, unique in this proxy.
-        task: Name of its task.
-        rollout: Name of the rollout.
-        root: Root of its tree.
-        node: The node that it is at.
         start: The node that it began at.
         calls: Number of its answered calls.
-        finished: Whether it has ended.
         state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `finished`
             after its end.
         used_at: When it made its last call, or began; up to two seconds old.
-        labels: Its labels.
         lost: Why its position is not known any more, so that its calls are refused; empty for nearly all.
-        created_at: When it began.
         base_url: Base URL of its agent's tools.
         token: Identifies the rollout to clients whose base URL cannot have a path. Only the response that begins a
             rollout shows it; null in every other view.
@@ -109,10 +94,7 @@ class StepView(BaseModel):
 
     Attributes:
         turn: Number of the call in the rollout, from 0.
-        outcome: How the call was answered.
-        record: Number of the record that answered it.
         call: The call; null if its record was forgotten since.
-        effect: What the call changed.
         seconds: How long the tool ran when the call was recorded.
         node: The node that the call led to; null if its record was forgotten since.
         resources: What the call used of the machine when it was recorded; null if nothing is known.
@@ -159,10 +141,9 @@ def task_view(task: Task, row: dict[str, Any], advice: str) -> TaskView:
 
 
 def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None, *, used_since: float) -> dict[str, Any]:
-    """Return the members of a `RolloutView`. The row is the rollout as the store has it.
+    """Return the members of a `RolloutView` of a row of the store; `live`, the running rollout, has a later position.
 
-    `live` is the running rollout, whose position is newer than the store's; None once it has ended. A rollout whose
-    last call is older than `used_since` (seconds since 1970) counts as idle.
+    A rollout whose last call is older than `used_since` (seconds since 1970) counts as idle.
     """
     return {
         "id": row["id"],

@@ -23,8 +23,8 @@ NO_DATA = {
     "serve": "prints a log", "launcher": "prints nothing", "shell": "is a terminal", "down": "prints nothing",
 }  # fmt: skip
 """The commands without --json, and why."""
-ON_RAY = {"up"}
-"""The commands that need a Ray cluster."""
+ELSEWHERE = {"up", "branch"}
+"""The commands that need a Ray cluster or an agent; other tests have them."""
 ARGUMENTS: Mapping[str, str] = {
     "backup": "FOLDER/new.backup",
     "cluster": "",
@@ -96,7 +96,7 @@ def folder(proxy: Running, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(NO_DATA) - ON_RAY))
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - set(NO_DATA) - ELSEWHERE))
 def test_command_prints_documented_json(proxy: Running, stub: Stub, folder: Path, command: str) -> None:
     node = as_json(proxy, "tree", "demo")["nodes"][1]["id"]
     url = stub.url if command in STUBBED else str(proxy.client.base_url).rstrip("/")

@@ -98,5 +98,6 @@ def test_lost_state_is_rebuilt_by_the_next_request(proxy: Running, node: str, mo
 
     monkeypatch.setattr(MemoryDriver, "image", gone)
     assert get(proxy, node).status_code == 503
+    assert not proxy.client.get(f"/api/v1/tasks/alice-1/nodes/{node}").json()["snapshot"]
     monkeypatch.undo()
     assert get(proxy, node).status_code == 200

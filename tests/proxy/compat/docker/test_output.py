@@ -2,7 +2,7 @@
 
 import asyncio
 
-from proxy.compat.docker.output import OutputListener, OutputSink, client_output
+from proxy.compat.docker.output import OutputListener, OutputSink, client_output, first_of
 from sandboxes.process_output import ERR, OUT, Frames, frame
 
 
@@ -45,6 +45,23 @@ def test_detach_or_disconnect_detaches() -> None:
         by_client = OutputListener([], disconnected=disconnected)
         gone.set()
         await by_client.detached()
+
+    asyncio.run(go())
+
+
+def test_first_event_cancels_the_others() -> None:
+    async def go() -> None:
+        cancelled = asyncio.Event()
+
+        async def endless() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+
+        await first_of(endless(), asyncio.sleep(0))
+        async with asyncio.timeout(10):
+            await cancelled.wait()
 
     asyncio.run(go())
 

@@ -3,16 +3,21 @@
 import json
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from examples.harness_tree import best_of, branching_grpo
 from forkpoint.client import Client
+from proxy.cli.main import app
 from proxy.compat.harness import model as models
 from proxy.tree.tree import Node
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
+from tests.proxy.cli.test_json import documented
+from tests.proxy.cli.typing_commands import as_json, typed
 from tests.proxy.compat.harness import scripted_agent_text
 from tests.proxy.serving import Running, serving
 from tests.sandboxes.box import local_driver
@@ -77,7 +82,7 @@ def expected(secret: str, *own: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("style", ["anthropic", "chat", "responses"])
+@pytest.mark.parametrize("style", ["anthropic", "chat", "responses", "google"])
 def test_a_rollout_repeats_without_a_sandbox_and_branches_at_each_turn(
     proxy: Running, model: ScriptedModel, style: str
 ) -> None:
@@ -149,6 +154,44 @@ def test_a_branch_of_a_branch_has_the_turns_of_that_branch(proxy: Running, model
         ran(proxy, name, model.url(name, 1), "twice", parent="a", turn=1)
     branch = ran(proxy, "three", model.url(), "twice", parent="two", turn=2)
     assert told(branch) == expected(secret, "", "two")
+
+
+def test_a_command_branches_and_the_tree_comes_out_as_a_line_for_each_turn(
+    proxy: Running, model: ScriptedModel, tmp_path: Path
+) -> None:
+    put(proxy, "lines", spec())
+    secret = told(ran(proxy, "a", model.url(), "lines"))[0]
+    words = ["branch", "lines", "a", "2", "b", "--upstream", model.url("own", 2), "--header", "x-api-key: outside"]
+    # The proxy of this process logs its calls to the same stdout.
+    branch = json.loads("{" + typed(proxy, *words, "--json").rpartition("\n{\n")[2])
+    assert documented("branch") <= set(branch)
+    assert told([branch]) == expected(secret, "", "", "own")
+    assert model.keys[-1] == "outside"
+    assert secret in typed(proxy, *words[:4], "c", *words[5:], code=7)
+    assert (
+        "no turn 99"
+        in CliRunner()
+        .invoke(app, ["branch", "lines", "a", "99", "d", *words[5:]], env={"FORKPOINT_URL": str(proxy.client.base_url)})
+        .output
+    )
+
+    proxy.client.patch("/api/v1/tasks/lines/rollouts/b/labels", json={"reward": 1}).raise_for_status()
+    written = as_json(proxy, "trajectories", str(tmp_path / "turns"), "lines", "--turns")
+    lines = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    assert written["turns"] == len(lines) == TURNS + 1 + 2 * (TURNS - 1)
+    above = {line["node"]: line for line in lines}
+    leaf = [line for line in lines if line["rollout"] == "b"][-1]
+    assert (leaf["reward"], leaf["response"]) == (1.0, "all done")
+    way = [leaf]
+    while way[-1]["parent"] in above:
+        way.append(above[way[-1]["parent"]])
+    assert [line["turn"] for line in way] == list(range(TURNS + 1, 0, -1))
+    # Each request holds all that was said above it.
+    prompts = [json.loads(line["prompt"])["messages"] for line in way[::-1]]
+    assert [len(messages) for messages in prompts] == list(range(1, 2 * TURNS + 2, 2))
+    assert [message["content"].rpartition("|")[0] or message["content"] for message in prompts[-1]] == expected(
+        secret, "", "", "own"
+    )[1:]
 
 
 def test_an_audit_runs_no_turn_again(proxy: Running, model: ScriptedModel) -> None:
@@ -261,11 +304,22 @@ def test_requests_that_are_wrong_are_refused_with_what_helps(proxy: Running) -> 
         answer = proxy.client.post(url, json=body)
         assert answer.status_code == 422
         assert part in answer.json()["detail"]
-    put(proxy, "plain", EnvironmentSpec())
-    answer = proxy.client.post("/t/plain/r/a/harness", json={"upstream": "http://127.0.0.1:1"})
-    assert answer.status_code == 404
     answer = proxy.client.post(url, json={"upstream": "http://127.0.0.1:1", "parent": "nobody"})
     assert answer.status_code == 404
+
+
+def test_a_request_that_is_refused_begins_no_rollout(proxy: Running, model: ScriptedModel) -> None:
+    put(proxy, "plain", EnvironmentSpec())
+    put(proxy, "no-command", spec(command=""))
+    put(proxy, "confined", spec().model_copy(update={"confined": True}))
+    ran(proxy, "a", model.url(), "no-command", command=f"{spec().harness.command}")  # type: ignore[union-attr]
+    place = {"parent": "a", "turn": 0}
+    for task, more, status in [
+        ("plain", {}, 404), ("no-command", {}, 422), ("no-command", place, 422), ("confined", {}, 403),
+    ]:  # fmt: skip
+        answer = proxy.client.post(f"/t/{task}/r/refused/harness", json={"upstream": model.url(), **more})
+        assert answer.status_code == status, answer.text
+        assert proxy.client.get(f"/api/v1/tasks/{task}/rollouts/refused").status_code == 404
 
 
 def test_an_idle_server_can_stand_still_between_calls_of_any_task(proxy: Running) -> None:

@@ -11,7 +11,7 @@ from proxy.compat.harness.turns import ModelResponse, Path, canonical, delivery,
 from tests.scripted_model import _SHAPES, _sse
 
 BODY: dict[str, Any] = {
-    "model": "m", "messages": [], "input": [],
+    "model": "m", "messages": [], "input": [], "contents": [],
     "tools": [{"name": "bash"}, {"type": "function", "function": {"name": "bash"}}, {"name": "shell"}],
 }  # fmt: skip
 
@@ -54,6 +54,18 @@ def test_the_same_words_in_other_events_are_the_same_and_in_another_order_are_no
 
     assert canonical(events("ab", "c")) == canonical(events("a", "bc"))
     assert canonical(events("ab", "c")) != canonical(events("c", "ab"))
+
+
+@pytest.mark.parametrize(("choices", "end"), [("choices", "finish_reason"), ("candidates", "finishReason")])
+def test_an_end_with_the_last_words_or_after_them_is_the_same_and_another_end_is_not(choices: str, end: str) -> None:
+    def events(*given: tuple[str, str | None]) -> ModelResponse:
+        said = [{"index": 0, "delta": {"content": text}, **({end: why} if why else {})} for text, why in given]
+        data = "".join(f"data: {json.dumps({choices: [choice]})}\n\n" for choice in said)
+        return ModelResponse(200, "text/event-stream", data.encode())
+
+    assert canonical(events(("ab", "stop"))) == canonical(events(("a", None), ("b", None), ("", "stop")))
+    assert canonical(events(("ab", "stop"))) != canonical(events(("ab", "length")))
+    assert canonical(events(("ab", "stop"))) != canonical(events(("ab", None)))
 
 
 @pytest.mark.parametrize("path", _SHAPES)
