@@ -18,8 +18,8 @@ ENDPOINT = "harness"
 _DRAWN = frozenset({
     "id", "call_id", "item_id", "response_id", "responseId", "message_id", "request_id", "created", "created_at",
     "completed_at", "createTime", "system_fingerprint", "service_tier", "usage", "usageMetadata", "logprobs",
-    "avgLogprobs", "sequence_number", "obfuscation", "timings", "time_info", "signature",
-    "thoughtSignature", "encrypted_content",
+    "avgLogprobs", "sequence_number", "obfuscation", "timings", "time_info", "signature", "thoughtSignature",
+    "encrypted_content",
 })  # fmt: skip
 """Members that engines draw, or that say what a response has cost."""
 _SAID = frozenset({"input", "args", "arguments"})
