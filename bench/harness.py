@@ -154,7 +154,6 @@ def main(arguments: list[str]) -> int:
         first_s, first = _ran(client, "first", model.url())
         assert first[-1].get("exit") == 0, first[-1]
         again_s, again = _ran(client, "again", model.url())
-        before = client.get("/api/v1/stats").json()
         wrong, seconds = 0, []
         for turn in options.at:
             for number in range(options.branches):
@@ -167,8 +166,9 @@ def main(arguments: list[str]) -> int:
                 if not good:
                     (options.packages / f"wrong-{who}.json").write_text(json.dumps(model.asked[began:]))
                 console.print(f"branch {who}: {'right' if good else f'WRONG {events[-1]}'} in {took_s:.1f} s")
-        after = client.get("/api/v1/stats").json()
-    kept, kept_bytes = (after[name] - before[name] for name in ("snapshots", "snapshot_bytes"))
+        evicted = client.get("/api/v1/stats").json()["evictions"]
+        states = client.get("/api/v1/snapshots", params={"kind": "processes", "limit": 1000}).json()["items"]
+        sizes = [state["size_bytes"] / 1e6 for state in states]
     turns = len(first) - 1
     shown = table(f"{options.agent}, {turns} turns, {len(seconds)} branches", "figure", "value")
     for name, value in (
@@ -179,7 +179,11 @@ def main(arguments: list[str]) -> int:
         ("its turns that ran", str(sum(event["outcome"] != "hit" for event in again[:-1]))),
         ("branches, median", f"{median(seconds):.1f} s"),
         ("branches that were wrong or lost", f"{wrong} of {len(seconds)}"),
-        ("kept for a turn", f"{kept_bytes / max(1, kept) / 1e6:.0f} MB"),
+        (
+            "kept for a turn",
+            f"median {median(sizes):.0f}, mean {sum(sizes) / len(sizes):.0f}, most {max(sizes):.0f} MB",
+        ),
+        ("states that are kept; given up", f"{len(sizes)}; {evicted}"),
     ):
         shown.add_row(name, value)
     console.print(shown)
