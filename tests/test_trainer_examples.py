@@ -5,6 +5,7 @@ its `tool_agent_loop.py`. TRL's calls are the calls of `grpo_trainer.py` of 1.16
 """
 
 import asyncio
+import gc
 import importlib.util
 import inspect
 import sys
@@ -12,12 +13,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from forkpoint import ForkpointError
-from forkpoint.trl import ForkpointShell
+from forkpoint.results import ShellResult
+from forkpoint.trl import ForkpointShell, labelled
 from proxy.tree.rollout import Outcome
 from tests.proxy.serving import Running, serving
 
@@ -108,9 +110,39 @@ def test_trl_group_shares_its_prefix_until_reset(proxy: Running, monkeypatch: py
         environment.bash(f"echo {n} >> f")
         assert environment.bash("cat f") == f"one\n{n}\n"
     group[0].reset(task="t", prompt=[])
-    assert group[0].bash("cat f") == "cat: f: No such file or directory\n"
+    assert group[0].bash("cat f") == "cat: f: No such file or directory\n[exit code 1]\n"
     for environment in group:
-        environment._client.close()
+        environment._end()
+
+
+def test_trl_labels_rollouts_and_finishes_the_last(proxy: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORKPOINT_URL", str(proxy.client.base_url))
+    monkeypatch.setenv("FORKPOINT_RUN", "r7")
+    group = [ForkpointShell(), ForkpointShell()]
+    for environment in group:
+        environment.reset(task="t", prompt=[], id=5)
+    state = SimpleNamespace(global_step=3)
+    assert (
+        labelled(lambda environments, **_: [float(len(e.bash("false"))) for e in environments])(
+            environments=group, prompts=[[], []], trainer_state=state
+        )
+        == [len("[exit code 1]\n")] * 2
+    )
+    # What happens when the process exits.
+    del environment, group
+    gc.collect()
+    rows = proxy.client.get("/api/v1/tasks/t/rollouts").json()["items"]
+    assert [row["finished"] for row in rows] == [True, True]
+    wanted = {"run": "r7", "row": "5", "step": "3", "reward": "14.0"}
+    assert [row["labels"] for row in rows] == [wanted, wanted]
+
+
+def test_trl_says_that_a_command_timed_out() -> None:
+    environment = ForkpointShell()
+    result = ShellResult(stdout="begun\n", stderr="", exit_code=124, timed_out=True)
+    environment._running = [cast("Any", SimpleNamespace(exec=lambda _: result, finish=lambda: None))]
+    assert environment.bash("echo begun; sleep 600") == "begun\n[timed out]\n"
+    environment._end()
 
 
 def test_trl_sees_one_described_tool() -> None:
