@@ -325,9 +325,9 @@ def test_a_request_that_is_refused_begins_no_rollout(proxy: Running, model: Scri
 def test_an_idle_server_can_stand_still_between_calls_of_any_task(proxy: Running) -> None:
     members = {"live": "frozen_between_calls"}
     proxy.client.put("/api/v1/tasks/server", json=members).raise_for_status()
-    start = (
-        "(i=0; while sleep .05; do i=$((i+1)); echo $i > /root/count; done) >/dev/null 2>&1 & sleep .3; echo started"
-    )
+    # A file that is being written would be read empty.
+    count = "i=$((i+1)); echo $i > /root/new; mv /root/new /root/count"
+    start = f"(i=0; while sleep .05; do {count}; done) >/dev/null 2>&1 & sleep .3; echo started"
     assert proxy.exec("a", start, "server").json()["stdout"] == "started\n"
     before = int(proxy.exec("a", "cat /root/count", "server").json()["stdout"])
     time.sleep(2)
