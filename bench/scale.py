@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 
+from bench.client import Server, post
 from bench.machine import console, median, table
 from bench.shells import CpuGroup
 from tests.machine import Proxy, data_directory
@@ -108,29 +108,21 @@ async def begin_at_once(proxy: Proxy, rollouts: int) -> tuple[Tally, Tally]:
     """Let rollouts begin within ten seconds; return their first calls, which are equal, and their second ones."""
     # Connections of our own: httpx takes longer to choose one of 600 than the proxy to answer, and that would count.
     first, second = Tally(), Tally()
-    address = urlsplit(proxy.url)
+    assert proxy.process is not None
+    server = Server(proxy.url, proxy.process.pid)
 
     async def live(number: int) -> None:
         await asyncio.sleep(number * 10 / rollouts)
         begun = time.perf_counter()
-        reader, writer = await asyncio.open_connection(address.hostname, address.port)
-        await exchange("mkdir work && cd work && echo begun > log", number, begun, reader, writer, first)
-        await exchange(f"echo {number} >> log; wc -l < log", number, time.perf_counter(), reader, writer, second)
+        reader, writer = await asyncio.open_connection(*server.address)
+        commands = ("mkdir work && cd work && echo begun > log", f"echo {number} >> log; wc -l < log")
+        for command, tally in zip(commands, (first, second), strict=True):
+            writer.write(post(server, _path(number), json.dumps({"command": command}).encode()))
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+            tally.note(int(head.split()[1]), begun)
+            begun = time.perf_counter()
         writer.close()
-
-    async def exchange(
-        command: str,
-        number: int,
-        begun: float,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        tally: Tally,
-    ) -> None:
-        body = json.dumps({"command": command})
-        writer.write(f"POST {_path(number)} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
-        tally.note(int(head.split()[1]), begun)
 
     await asyncio.gather(*(live(number) for number in range(rollouts)))
     return first, second

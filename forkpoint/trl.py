@@ -55,9 +55,12 @@ def labelled(reward: Reward) -> Reward:
     def labelling(*, environments: Sequence[ForkpointShell], **columns: Any) -> Sequence[float | None]:
         values = reward(environments=environments, **columns)
         state = columns.get("trainer_state")
+        step = {} if state is None else {"step": str(state.global_step)}
         for environment, value in zip(environments, values, strict=True):
+            # No value, which another function may give, must not remove that one's.
+            reward_label = {} if value is None else {"reward": value}
             for rollout in environment._running:  # noqa: SLF001 - what TRL sees of it are the model's tools
-                rollout.label(reward=value, step=None if state is None else str(state.global_step))
+                rollout.label(**step, **reward_label)
         return values
 
     return labelling
@@ -65,11 +68,11 @@ def labelled(reward: Reward) -> Reward:
 
 def _finish(running: list[Rollout]) -> None:
     while running:
-        # The proxy may have gone before the trainer.
-        with suppress(ForkpointError):
-            running.pop().finish()
+        running.pop().finish()
 
 
 def _end(running: list[Rollout], client: Client) -> None:
-    _finish(running)
+    # The proxy may have gone before the trainer.
+    with suppress(ForkpointError):
+        _finish(running)
     client.close()

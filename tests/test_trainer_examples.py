@@ -128,6 +128,8 @@ def test_trl_labels_rollouts_and_finishes_the_last(proxy: Running, monkeypatch: 
         )
         == [len("[exit code 1]\n")] * 2
     )
+    # Another function has no value for these rollouts, and leaves theirs.
+    assert labelled(lambda environments, **_: [None] * len(environments))(environments=group) == [None, None]
     # What happens when the process exits.
     del environment, group
     gc.collect()

@@ -176,6 +176,7 @@ class _TrajectoryWriter:
         call that cannot be read is left out: its number and its request would be unknown.
         """
         way = self._way_to(row["tree"], row["start"])
+        reward = _reward(orjson.loads(row["labels"]))
         turn, node, waiting = -1, "", dict[int, str | None]()
         steps = (record for _, record, _ in self._steps(row["id"], row["calls"]))
         for number, record in enumerate(chain(way, steps)):
@@ -191,11 +192,7 @@ class _TrajectoryWriter:
             prompt = waiting.pop(answered, None)
             if made["tool"] == "deliver" and number >= len(way):
                 line = {"task": row["task"], "rollout": row["name"], "turn": turn, "node": node, "parent": parent}
-                line |= {
-                    "prompt": prompt,
-                    "response": arguments["said"],
-                    "reward": _reward(orjson.loads(row["labels"])),
-                }
+                line |= {"prompt": prompt, "response": arguments["said"], "reward": reward}
                 yield orjson.dumps(line) + b"\n"
             waiting |= {request["connection"]: request.get("body") for request in done["requests"]}
 

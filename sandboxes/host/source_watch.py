@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from sandboxes import IMPORT_ROOT
 from sandboxes.linux import syscalls as kernel
 
 _WATCHED_S = 600.0
@@ -28,7 +29,6 @@ _MAX_WATCHED = 32
 """Most directories that are watched. The kernel gives each user 128 instances by default, and other programs, also
 those in sandboxes, need some. Further directories are walked without a watch."""
 _PROGRAM = "import sys; sys.path.insert(0, sys.argv.pop(1)); from sandboxes.host.source_walk import main; main()"
-_IMPORT_ROOT = str(Path(__file__).resolve().parents[2])
 
 
 class SourceWatch:
@@ -128,7 +128,7 @@ class DirectoryDigests:
 def _walk(folder: Path, status: os.stat_result, watch: SourceWatch) -> _Walked:
     began = time.monotonic()
     fds = (int(folder.name), *((watch.fd,) if watch.fd >= 0 else ()))
-    arguments = [sys.executable, "-I", "-S", "-c", _PROGRAM, _IMPORT_ROOT, str(folder), str(watch.fd)]
+    arguments = [sys.executable, "-I", "-S", "-c", _PROGRAM, IMPORT_ROOT, str(folder), str(watch.fd)]
     # A fixed program of ours, which gets numbers only.
     done = subprocess.run(arguments, pass_fds=fds, capture_output=True, check=False)  # noqa: S603
     if done.returncode:
