@@ -117,7 +117,8 @@ def test_equal_calls_are_one_whatever_their_replays_are_given(tmp_path: Path) ->
             # A long call is stored compressed.
             for command in (f"echo {name} > own", "echo fix > f", f"echo {'long ' * 1000} > g"):
                 running.exec(name, command).raise_for_status()
-            running.client.patch(f"/api/v1/tasks/task/rollouts/{name}", json={"labels": {"reward": float(name == "a")}})
+            labels = f"/api/v1/tasks/task/rollouts/{name}/labels"
+            running.client.patch(labels, json={"reward": float(name == "a")}).raise_for_status()
         count = "SELECT COUNT(DISTINCT call) FROM records"
         assert running.engine.store.database.read_apart(lambda reader: reader.execute(count).fetchone()) == (6,)
         view = get(running, "tasks/task/report")
