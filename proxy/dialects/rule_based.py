@@ -197,13 +197,15 @@ class Declared(Dialect):
         return tuple(kept)
 
     def _args(self, request: Request, rule: Rule, body: bytes) -> dict[str, Any]:
-        args: dict[str, Any] = {} if rule.tool else {"target": request.path}
+        # U+FFFD stands for many bytes, so the call's name alone would not tell such paths apart.
+        named = rule.tool and "\ufffd" not in unquote(request.path)
+        args: dict[str, Any] = {} if named else {"target": request.path}
         if "query" in rule.args:
             args["query"] = query_form(request.query)
         if "body" in rule.args:
             form = body_form(body, request.header("content-type"), archives=rule.archives)
             if form is not None and isinstance(form.get("json"), dict):
-                form = {"json": _chosen(form["json"], rule)}
+                form |= {"json": _chosen(form["json"], rule)}
             args["body"] = form
         return args
 

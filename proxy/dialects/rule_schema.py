@@ -17,7 +17,7 @@ from sandboxes.spec import EnvironmentSpec
 
 _SHIPPED = Path(__file__).parent / "rules"
 """The directory of the shipped rules, one TOML file a dialect."""
-_VERSION = 1
+_VERSION = 2
 """The version of how rules are read. It is part of the identity of each tree with servers: raising it drops them."""
 
 

@@ -74,6 +74,8 @@ uid 0. The machine's own limit is higher, and leaves the rest to the machine's r
 _RLIMIT_SIGPENDING = 11
 """Python 3.11 has no name for it (asm-generic/resource.h)."""
 _CLONE3 = 435
+_MSEAL = 462
+"""Sealed memory: no checkpoint holds that."""
 _PKEY_ALLOC = {"x86_64": 330, "aarch64": 289}
 _MODIFY_LDT = {"x86_64": 154}
 _LOST_OPTIONS = {
@@ -175,7 +177,7 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
     instructions += [_instruction(_LOAD, _NUMBER_OFFSET)]
     if machine == "x86_64":
         instructions += [_instruction(_AT_LEAST, _X32_BIT, 0, 1), unknown]
-    for absent in (_CLONE3, _IO_SETUP[machine]):
+    for absent in (_CLONE3, _MSEAL, _IO_SETUP[machine]):
         instructions += [_instruction(_EQUAL, absent, 0, 1), unknown]
     instructions += [_instruction(_AT_LEAST, _LAST_CALL + 1, 0, 1), unknown]
     for number in numbers:

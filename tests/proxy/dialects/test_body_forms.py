@@ -134,3 +134,29 @@ def test_hostile_archive_takes_no_memory(kind: str) -> None:
     if kind == "damaged":
         body = body[:-40] + b"\xff" * 40
     assert body_form(body, "application/gzip", archives=True) == {"sha256": sha256(body).hexdigest()}
+
+
+@pytest.mark.parametrize(("one", "other"), [("q=%e9", "q=%e8"), ("q=%e9", "q=%ef%bf%bd"), ("%ff", "%fe")])
+def test_queries_that_are_not_utf_8_are_told_apart(one: str, other: str) -> None:
+    assert query_form(one) != query_form(other)
+    form = "application/x-www-form-urlencoded"
+    assert body_form(one.encode(), form) != body_form(other.encode(), form)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (b'{"a":1,"a":2}', b'{"a":2}'),
+        (b'{"a":1,"a":2}', b'{"a":3,"a":2}'),
+        (b'[{"a" :{"b":1,"\\u0062":2}}]', b'[{"a":{"b":2}}]'),
+        (b'{"a":-0}', b'{"a":0}'),
+        (b"[-0]", b"[0]"),
+    ],
+)
+def test_json_that_servers_read_differently_is_told_apart(one: bytes, other: bytes) -> None:
+    forms = [orjson.dumps(body_form(text, JSON), option=orjson.OPT_SORT_KEYS) for text in (one, other)]
+    assert forms[0] != forms[1]
+
+
+def test_a_colon_in_a_string_is_no_member() -> None:
+    assert body_form(rb'{"a":"say \": twice"}', JSON) == {"json": {"a": 'say ": twice'}}
