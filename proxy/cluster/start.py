@@ -89,6 +89,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def closed() -> None:
         await states.aclose()
+        await plane.tunnels.aclose()
         plane.listener.close()
         await member.aclose()
 
