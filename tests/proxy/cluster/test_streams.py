@@ -22,7 +22,10 @@ from tests.agents.test_e2b import KEY, PYTHON_SDKS, plain
 from tests.agents.test_sockets import spec as socket_spec
 from tests.machine import require_criu, wait_until
 from tests.proxy.cluster.nodes import MORTAL, Node, nodes
+from tests.proxy.compat.harness.test_harness import expected, say, told
+from tests.proxy.compat.harness.test_harness import spec as harness_spec
 from tests.sandboxes.postgres_cluster import Cluster
+from tests.scripted_model import scripted_model
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +126,26 @@ def read_to_end(output: Any) -> None:
     """Read a stream to its end, which an owner that dies does not send. Empty frames come meanwhile."""
     while output.read(1 << 16):
         pass
+
+
+def test_an_agent_in_the_sandbox_of_another_member_repeats_and_branches(members: dict[str, Node]) -> None:
+    """The requests to its model are steps like all others, whichever member runs the rollout."""
+    a, b = members.values()
+    put(a, "harness", **harness_spec().model_dump(mode="json", exclude_defaults=True))
+
+    def ran(node: Node, name: str, url: str, **more: Any) -> list[dict[str, Any]]:
+        address = f"{node.url}/t/harness/r/{name}/harness"
+        answer = httpx.post(address, json={"upstream": url, **more}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        return [json.loads(line) for line in answer.text.splitlines()]
+
+    with scripted_model(say) as model:
+        first = ran(b, "first", model.url())
+        assert told(first) == expected(told(first)[0])
+        again = ran(a, "again", model.url("other"))
+        assert [event["outcome"] for event in again[:-1]] == ["hit"] * (len(first) - 1)
+        branch = ran(b, "branch", model.url("own", 1), parent="first", turn=1)
+        assert told(branch) == expected(told(first)[0], "", "own")
 
 
 def test_killed_owner_ends_streams(members: dict[str, Node]) -> None:
