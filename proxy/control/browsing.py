@@ -1,8 +1,6 @@
 """Trees of any size, one page at a time: children with the totals below them, search, and past rollouts."""
 
-import asyncio
 import sqlite3
-from functools import partial
 
 from pydantic import BaseModel
 
@@ -10,7 +8,6 @@ from proxy.control.call_titles import Titles, title
 from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.subtree_totals import NodeTotals, SummedTree
 from proxy.control.views.nodes import NodeFacts, PassedRollout, node_facts
-from proxy.engine import Engine
 from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
@@ -150,11 +147,8 @@ def matching(
     return connection.execute(sql + end, {**values, **chosen, "limit": most}).fetchall()
 
 
-async def rollouts_through(engine: Engine, tree: Tree, node: Node, wanted: ListQuery) -> Page[PassedRollout]:
-    """Return a page of the rollouts that reached a node by a call; the sort key is when they began."""
-    engine.journal.fold()
-    read = partial(passed, tree=tree.id, node=node.id)
-    rows = await asyncio.to_thread(engine.store.database.read_apart, read)
+def rollouts_through(rows: list[tuple[int, str, str, int, int]], wanted: ListQuery) -> Page[PassedRollout]:
+    """Return a page of what `passed` found; the sort key is when the rollouts began."""
     part = wanted.sorted_part(rows, lambda row: (row[0],))
     return part.page(lambda row: PassedRollout(task=row[1], rollout=row[2], turn=row[3], finished=bool(row[4])))
 

@@ -12,9 +12,10 @@ from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles
 from proxy.control.paging import ListQuery, Page, list_query
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import (
     PROBLEM,
-    EngineDep,
+    ControlDep,
     NewName,
     PositionDep,
     RolloutName,
@@ -26,7 +27,6 @@ from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.answers import ShownAnswer, shown_answer
 from proxy.control.views.nodes import CallView, EffectName, ResourcesView
 from proxy.control.views.rollouts import RolloutView
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.times import UtcTime
 from proxy.tree.tree import Node, Record
@@ -110,9 +110,9 @@ class PageData:
     titles: Titles
 
     @classmethod
-    def over(cls, engine: Engine) -> "PageData":
+    def over(cls, control: ControlPlane) -> "PageData":
         """Build the parts over an engine."""
-        return cls(Lookups(engine.store), Titles(engine.store.records))
+        return cls(Lookups(control.store), Titles(control.store.records))
 
 
 async def page_of(request: Request) -> PageData:
@@ -126,7 +126,7 @@ PageDep = Annotated[PageData, Depends(page_of)]
 
 @page_data.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
 async def get_columns(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
@@ -135,7 +135,7 @@ async def get_columns(
     """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
     read = await columns_of(tree, after, limit)
     standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
-    slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
+    slots = [(slot.position, slot.warm) for slot in control.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(
         orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes)), media_type="application/json"
@@ -185,15 +185,15 @@ async def get_failures(
 
 @page_data.get("/tasks/{task}/nodes/{node}/calls/{record}")
 async def get_call(
-    engine: EngineDep,
+    control: ControlDep,
     page: PageDep,
     position: PositionDep,
     record: Annotated[int, Path(ge=0, le=1 << 60, description="Number of the record.")],
 ) -> RecordView:
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
     recorded = _record(position[1], record)
-    call, result = engine.store.records.call(recorded), engine.store.records.result(recorded)
-    engine.journal.fold()
+    call, result = control.store.records.call(recorded), control.store.records.result(recorded)
+    control.journal.fold()
     passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
         record=recorded.id,
@@ -207,19 +207,19 @@ async def get_call(
         recorded_at=recorded.recorded_at,
         private=recorded.private,
         reproducible=recorded.reproducible,
-        resources=ResourcesView.of(engine.store.records.resources(recorded)),
+        resources=ResourcesView.of(control.store.records.resources(recorded)),
         answer=await asyncio.to_thread(shown_answer, result),
         passed=passed,
     )
 
 
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
-async def get_timings(engine: EngineDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
+async def get_timings(control: ControlDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
     """Show when a rollout's calls were answered and where their time went, by turn. Calls of long ago are left out."""
-    rows = engine.store.rollouts.of_task(task.name, name=rollout)
+    rows = control.store.rollouts.of_task(task.name, name=rollout)
     if not rows:
         return {}
-    spent, times = engine.executor.timings.of(rows[-1]["id"]), engine.step.notes.times.of(rows[-1]["id"])
+    spent, times = control.executor.timings.of(rows[-1]["id"]), control.step.notes.times.of(rows[-1]["id"])
     since = time.time() - time.monotonic()
     return {
         turn: TimingView(
@@ -232,10 +232,10 @@ async def get_timings(engine: EngineDep, task: TaskDep, rollout: RolloutName) ->
 
 @page_data.post("/tasks/{task}/nodes/{node}/fork", status_code=201)
 async def fork_at_node(
-    engine: EngineDep, task: TaskDep, position: PositionDep, request: Request, name: NewName
+    control: ControlDep, task: TaskDep, position: PositionDep, request: Request, name: NewName
 ) -> RolloutView:
     """Begin a rollout at a node."""
-    return begin(engine, task, name, *position, request)
+    return begin(control, task, name, *position, request)
 
 
 async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:
