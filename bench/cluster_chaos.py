@@ -38,7 +38,7 @@ PLAIN = str.maketrans(dict.fromkeys(" ,;|%>", "-"))
 SLOW = "store-is-slow"
 """The file whose presence makes the store slow."""
 STORE_BYTES = 32_000_000
-"""Size of the file system of the store."""
+"""Size of the file system of the store for each fault: it fills with the states of those before."""
 
 
 @dataclass(slots=True)
@@ -323,11 +323,11 @@ async def meet(run: Run, name: str, seconds: float, number: int = 0) -> Outcome:
 
 
 @contextmanager
-def small_store(folder: Path) -> Iterator[None]:
+def small_store(folder: Path, faults: int) -> Iterator[None]:
     """Give the store a small file system of its own."""
     store = folder / "store"
     store.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={STORE_BYTES}", "tmpfs", store], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={STORE_BYTES * faults}", "tmpfs", store], check=True)
     try:
         yield
     finally:
@@ -352,7 +352,7 @@ def main() -> None:
     outcomes = []
     with ExitStack() as stack:
         folder = stack.enter_context(data_directory())
-        stack.enter_context(small_store(folder))
+        stack.enter_context(small_store(folder, len(names)))
         cluster_of, spares = stack.enter_context(
             machines(folder, "abc", "standby", clocks=True, module=SLOW_STORE, SLOW_STORE=str(folder / SLOW))
         )
@@ -367,6 +367,8 @@ def main() -> None:
                 name, str(outcome.truth.answers), str(outcome.during), str(outcome.refused),
                 str(len(outcome.truth.wrong)), str(len(outcome.logs.lost)), str(len(outcome.logs.twice)), again,
             )  # fmt: skip
+            # A run may end early.
+            console.print(f"{number} {name}: {outcome.truth.answers} answers", markup=False)
             for line in [*outcome.truth.wrong, *outcome.logs.lost, *outcome.logs.twice][:10]:
                 console.print(f"{name}: {line}", markup=False)
         if options.logs:

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, cast
 
 import structlog
 
@@ -16,7 +16,7 @@ from proxy.audit.auditor import Auditor
 from proxy.audit.prover import Prover
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
-from proxy.execution.gate import Gate
+from proxy.execution.gate import Gate, KeptElsewhere, NothingElsewhere
 from proxy.execution.last_ways import LastWays
 from proxy.execution.open_trees import Collector, OpenTrees
 from proxy.execution.quotas import Quotas
@@ -53,7 +53,7 @@ from sandboxes.pool.pool import Pool
 from sandboxes.pool.room import Room, available_bytes
 from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
-from snapshots.capture import Capture
+from snapshots.capture import Capture, StateTree
 from snapshots.store import SnapshotStore
 
 log = structlog.get_logger()
@@ -346,10 +346,16 @@ def build_engine(
     snapshot_value = SnapshotValue(
         cache, counts, walkers, trees, stored_positions, None if gate is None else store.records.save_set_aside
     )
-    capture = Capture(cache, pool, counts, store.records.save_node)
+    elsewhere: KeptElsewhere = NothingElsewhere() if gate is None else gate.states
+
+    def taken(tree: StateTree, node: Node) -> None:
+        # The engine's captures are of its own trees.
+        elsewhere.stepped(cast("Tree", tree), node)
+
+    capture = Capture(cache, pool, counts, store.records.save_node, taken)
     roots = RootChanges(drivers, settings.source_rules, counts)
     maker = SandboxMaker(drivers, pool, cache, capture, counts, roots)
-    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, maker)
+    restorer = Restorer(drivers, pool, cache, capture, snapshot_value, store.records, counts, maker, elsewhere)
     warm = WarmForks(
         restorer, pool, cache.costs, counts, walkers,
         max_forks=min(settings.warm_sandboxes, pool.bound.most // 2), idle_s=settings.sandbox_idle_s,

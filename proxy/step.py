@@ -108,7 +108,7 @@ class Stepper:
                 elif listener is None:
                     self._executor.read_answer(record)
             if self._gate is not None:
-                await self._gate.logged(rollout, record)
+                await self._gate.logged(rollout, record, outcome)
             self._advance(rollout, record, outcome, timing)
             self._log.debug("answered", outcome=outcome.name.lower(), record=record.id, tool_s=timing.tool_s)
         return Answer(record, outcome, timing)

@@ -51,15 +51,22 @@ class Capture(Generic[N]):
     """Freezes sandboxes into snapshots."""
 
     def __init__(
-        self, cache: SnapshotCache, pool: Pool, counters: SnapshotCounters, save_node: Callable[[N], None]
+        self,
+        cache: SnapshotCache,
+        pool: Pool,
+        counters: SnapshotCounters,
+        save_node: Callable[[N], None],
+        taken: Callable[[StateTree, N], None],
     ) -> None:
-        """Capture sandboxes of a pool for a cache; `save_node` writes a root to the store once its digest is known."""
+        """Capture sandboxes of a pool for a cache; `save_node` writes a root to the store once its digest is known.
+
+        `taken` is called when a node has got a snapshot that was taken here.
+        """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
         # The nodes whose states travel from another machine, and what is set when they are here.
         self._arriving = dict[N, asyncio.Event]()
-        # Called when a node has got a snapshot that was taken here.
-        self.taken: Callable[[StateTree, N], None] = lambda _tree, _node: None
+        self._taken = taken
 
     async def give_back(self, slot: Slot, tree: StateTree, node: N, *, freeze: bool) -> None:
         """End the lease on a sandbox in a node's state; `freeze` freezes the state in the background first."""
@@ -132,7 +139,7 @@ class Capture(Generic[N]):
         self._counters.snapshots_taken += 1
         # 4. Attached without an await between its check and its set, so two freezes cannot both attach.
         if self._cache.attach(snapshot, node):
-            self.taken(tree, node)
+            self._taken(tree, node)
         return frozen.state
 
     async def renew(self, slot: Slot, tree: StateTree, node: N, error: SandboxError) -> None:

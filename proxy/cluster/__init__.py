@@ -2,5 +2,6 @@
 
 Process: the proxy, when it is one member of a cluster.
 May import: proxy, proxy.cluster.link, proxy.cluster.postgres, proxy.cluster.states, proxy.compat, proxy.dataplane,
-proxy.execution, proxy.http, proxy.storage, proxy.telemetry, proxy.tree, sandboxes, sandboxes.ipc, sandboxes.linux.
+proxy.execution, proxy.http, proxy.storage, proxy.telemetry, proxy.tree, sandboxes, sandboxes.ipc, sandboxes.linux,
+sandboxes.tool_clients.
 """

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.passing import VIEW, Kind, Passed, PeerLostError, in_chunks
+from proxy.cluster.link.passing import VIEW, Passed, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
@@ -85,11 +85,10 @@ class Forwarder:
         body: bytes | AsyncIterator[bytes],
         receive: Receive,
         relay: "Relay",
-        kind: str = Kind.CALL,
     ) -> bool:
         """Let the owner of a task answer a request; return whether it did."""
         oldest, scheme = task.oldest or call.number, scope.get("scheme", "http")
-        passed = Passed(owner.view, call.number, oldest, call.is_again, scheme, kind, task.name)
+        passed = Passed(owner.view, call.number, oldest, call.is_again, scheme, task.name)
 
         async def watch() -> None:
             """Give up a stream whose agent has left. Calls go on."""
@@ -137,9 +136,6 @@ class Relay:
     The agent gets a response with a length when it is whole. Any other one is a stream.
     """
 
-    is_stream = False
-    """Whether the agent's connection becomes a stream, which has no head."""
-
     def __init__(self, send: Send) -> None:
         self._send = send
         # The view that the peer knows, if it does not have the task; 0 if it knows none.
@@ -154,13 +150,9 @@ class Relay:
         if VIEW in named:
             self.elsewhere = int(named[VIEW])
             return
-        if self.is_stream and status != 200:
-            raise PeerLostError(f"a peer has answered a stream with the status {status}")
         length = named.get("content-length")
         if length is None or int(length) > MAX_WHOLE_BYTES:
             self.begun.set()
-        if self.is_stream:
-            return
         kept = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in end_to_end(headers)]
         self._start = {"type": "http.response.start", "status": status, "headers": kept}
         if self.begun.is_set():

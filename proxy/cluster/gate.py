@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Container, Sequence
 from typing import TYPE_CHECKING
 
 from proxy.cluster.edits import ClusterEdits, tree_lines
@@ -10,12 +10,13 @@ from proxy.cluster.lines import Deleted, Kept, Line
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
+from proxy.execution.gate import KeptElsewhere
 from proxy.refusals import RefusalError
 from proxy.storage.copies import CopyStore, FindingCopy, NoteCopy, RolloutCopy, copy_of
 from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
-from proxy.tree.rollout import Rollout
-from proxy.tree.tree import Node, Record, Tree
+from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Record, Tree
 
 if TYPE_CHECKING:
     from proxy.storage.copies import TreeCopy
@@ -31,12 +32,10 @@ class StaleCallError(RefusalError):
 class ClusterGate:
     """Implements `proxy.execution.gate.Gate`. Only the event loop's thread may use it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, states: KeptElsewhere) -> None:
+        self.number, self.states = number, states
         self.owned: dict[str, Owned] = {}  # The tasks that this member owns, by name.
         self.edits = ClusterEdits(self.owned, self.owned_tree)  # Writes what people change of them.
-        # Called with the tree and the node that a rollout has come to, if the store lacks its state.
-        self.stepped: Callable[[Tree, Node], None] = lambda _tree, _node: None
         self._tasks_of: dict[int, str] = {}
         self._copies: CopyStore | None = None
         self._trees: TreeStore | None = None
@@ -73,16 +72,16 @@ class ClusterGate:
                 return None
             confirmed = await _confirm(rollout, origin)
 
-    async def logged(self, rollout: Rollout, record: Record) -> None:
+    async def logged(self, rollout: Rollout, record: Record, outcome: Outcome) -> None:
         """Write a step to the log. The caller takes it without another await. Raises DroppedError."""
         owned, origin = self._owner_of(rollout), ORIGIN.get()
         call, oldest = (StepId(self.number, 0, 0, 0), 0) if origin is None else (origin.call, origin.oldest)
-        step = Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest)
+        step = Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest, outcome)
         await asyncio.shield(owned.write([step]))
         owned.require()
         owned.steps.take(step)
         if record.target.snapshot is not None and record.target.id not in owned.kept:
-            self.stepped(rollout.tree, record.target)
+            self.states.stepped(rollout.tree, record.target)
         if origin is not None:
             origin.steps += 1
 

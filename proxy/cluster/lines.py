@@ -19,6 +19,7 @@ from proxy.storage.copies import (
     NoteCopy,
     RecordCopy,
     RolloutCopy,
+    StepCopy,
     TaskCopy,
     TreeCopy,
 )
@@ -56,7 +57,8 @@ _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
     "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
     "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
-    "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy, "forgotten": ForgottenRows, "deleted": Deleted,
+    "step": StepCopy, "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy,
+    "forgotten": ForgottenRows, "deleted": Deleted,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}

@@ -2,8 +2,7 @@
 
 from typing import get_args
 
-from proxy.http.asgi import AsgiMessage
-from sandboxes.ipc.codec import IpcMessage, decode_bytes, encode, members_of
+from sandboxes.ipc.codec import IpcMessage, decode_bytes
 
 
 class ConfirmQuestion(IpcMessage, op="confirm"):
@@ -66,36 +65,6 @@ Message = (
     | ElsewhereAnswer | ConfirmAnswer | DrainAnswer | LoadAnswer
 )  # fmt: skip
 _MESSAGES: tuple[type[Message], ...] = get_args(Message)
-
-
-_Bytes = bytes
-"""The type, in a class that has a member of this name."""
-
-
-class StreamEvent(IpcMessage, op="stream_event"):
-    """An ASGI message of a stream; a member that is None is missing in it."""
-
-    type: str
-    body: _Bytes | None = None
-    more_body: bool | None = None
-    text: str | None = None
-    status: int | None = None
-    headers: list[tuple[_Bytes, _Bytes]] | None = None
-    code: int | None = None
-    reason: str | None = None
-    subprotocol: str | None = None
-    bytes: _Bytes | None = None
-
-
-def pack_event(event: AsgiMessage) -> bytes:
-    """Return an ASGI message of a stream as bytes."""
-    return encode(StreamEvent(**event))
-
-
-def unpack_event(data: bytes) -> AsgiMessage:
-    """Return the ASGI message that bytes hold. Raises MalformedFrameError: they hold none."""
-    event = decode_bytes(data, StreamEvent)
-    return {name: member for name, member in members_of(event).items() if member is not None}
 
 
 def unpack(data: bytes) -> Message:

@@ -8,7 +8,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
-from functools import partial
+from contextvars import copy_context
 from hashlib import sha256
 from typing import Any
 
@@ -20,7 +20,7 @@ from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
-from proxy.cluster.link.passing import ASK, PEER, VIEW, Kind, Passed
+from proxy.cluster.link.passing import ASK, PEER, TUNNEL, VIEW, Passed, Tunnelled
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
@@ -29,27 +29,14 @@ from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
-from proxy.cluster.streams import (
-    HijackedConnection,
-    HijackedRelay,
-    HijackingEndpoint,
-    SocketRelay,
-    head_of,
-    never,
-    serve_hijacked,
-    serve_socket,
-)
+from proxy.cluster.tunnels import Tunnels
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
-from proxy.http.address import Address
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
-from proxy.http.exchange import Exchange
-from proxy.http.passed_head import PASSED
-from proxy.http.problems import problem_of
-from proxy.http.responses import send_problem, send_response
+from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
 
 _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
@@ -58,6 +45,8 @@ _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
 
 class ClusterPlane(DataPlane):
     """Answers agents' requests, or lets the owners of their tasks answer them."""
+
+    tunnels: Tunnels
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
@@ -69,10 +58,10 @@ class ClusterPlane(DataPlane):
         self.others = OtherMembers(member, self._authorise)
         self._is_leaving = False
         engine.lifecycle.at_hang_up.append(self._leave)
-        # Docker's: the connections that it takes over are first brought to the owner of their task.
-        self._hijacking = self.streaming
-        if self._hijacking is not None:
-            self.streaming = HijackingEndpoint(self._hijacking, self._hijack)
+        self.tunnels = Tunnels(
+            member, self._forwarder, lambda scope: named_task(scope, engine.access, self._addressing)
+        )
+        self.tunnels.most = engine.settings.max_connections
 
     def _leave(self) -> None:
         self._is_leaving = True
@@ -86,16 +75,17 @@ class ClusterPlane(DataPlane):
         if scope["type"] == "http" and PATHS.fullmatch(scope["path"]):
             await self._operate(scope, receive, send)
             return
-        peer: Hello | None = scope.get("state", {}).get(PEER)
-        if peer is not None and scope["type"] == "http":
+        peer, is_http = _peer_of(scope), scope["type"] == "http"
+        if peer is not None and is_http:
             await self._answer_peer(peer, scope, receive, send)
+            return
+        if not is_http:
+            await self._converse_here(peer, scope, receive, send)
             return
         try:
             task = named_task(scope, self.engine.access, self._addressing)
             if task is None:
                 await super().__call__(scope, receive, send)
-            elif scope["type"] == "websocket":
-                await self._converse_anywhere(task, scope, receive, send)
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
@@ -103,7 +93,7 @@ class ClusterPlane(DataPlane):
                 if body is not None:
                     await self._answer(task, scope, body, receive, send)
         except RefusalError as refusal:
-            await self._refuse(scope, receive, send, refusal)
+            await self._refuse_request(scope, receive, send, refusal)
 
     async def _body(self, receive: Receive) -> bytes | None:
         """Return the body of a request; None if its client has hung up. Raises RefusalError: 413, it is too large."""
@@ -158,41 +148,30 @@ class ClusterPlane(DataPlane):
             await super().__call__(scope, receive, send)
             return
         scope["scheme"] = passed.scheme
-        owned = self._member.gate.owned.get(passed.task)
-        if owned is None or owned.view != passed.view:
+        owned = self._owned(passed)
+        if owned is None:
             await _send_elsewhere(send, await self._view_of(passed.task, passed.view))
             return
-        owned.floors.note(peer.member, peer.boot, passed.oldest)
-        origin = Origin(
-            peer.member, peer.boot, passed.number, passed.oldest, passed.is_again,
-            lambda: not owned.floors.is_late(peer.member, peer.boot, passed.number),
-            lambda: self._member.confirm(peer.member, peer.boot, passed.number),
-        )  # fmt: skip
+        origin = self._passed_origin(owned, peer, passed)
         try:
-            if passed.kind != Kind.CALL:
-                await self._serve_stream(owned, origin, passed.kind, scope, receive, send)
-                return
             is_answered = await self._answer_here(owned, origin, scope, receive, send)
         finally:
             origin.is_over = True
         if not is_answered:
             await _send_elsewhere(send, 0)
 
-    async def _serve_stream(
-        self, owned: Owned, origin: Origin, kind: str, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        """Serve a connection that a peer has passed on as a stream."""
-        if not origin.is_current():
-            await _send_elsewhere(send, 0)
-            return
-        # From here on its ingress may wait for younger calls only.
-        origin.is_current = lambda: True
-        ORIGIN.set(origin)
-        with owned.ending():
-            if kind == Kind.SOCKET:
-                await serve_socket(super().__call__, scope, receive, send, owned.settled)
-            else:
-                await serve_hijacked(receive, send, partial(self._open_stream, scope, kind == Kind.UPGRADED))
+    def _owned(self, passed: Passed) -> Owned | None:
+        """Return the task of a request that a peer has passed on; None if this member does not own it in that view."""
+        owned = self._member.gate.owned.get(passed.task)
+        return None if owned is None or owned.view != passed.view else owned
+
+    def _passed_origin(self, owned: Owned, peer: Hello, passed: Passed) -> Origin:
+        owned.floors.note(peer.member, peer.boot, passed.oldest)
+        return Origin(
+            peer.member, peer.boot, passed.number, passed.oldest, passed.is_again,
+            lambda: not owned.floors.is_late(peer.member, peer.boot, passed.number),
+            lambda: self._member.confirm(peer.member, peer.boot, passed.number),
+        )  # fmt: skip
 
     async def _view_of(self, task: str, view: int) -> int:
         """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
@@ -207,7 +186,10 @@ class ClusterPlane(DataPlane):
     @override
     def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
         """Answer requests that peers pass on; `make` makes the protocol of a connection, given its state."""
-        self.listener.make_http = lambda hello: make(**{PEER: hello})
+        self.tunnels.make_peer = make
+        self.listener.make_http = lambda hello: make(
+            **({TUNNEL: Tunnelled(hello)} if hello.is_tunnel else {PEER: hello})
+        )
 
     def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
         """Return what the code that answers an own agent's call works for."""
@@ -243,82 +225,75 @@ class ClusterPlane(DataPlane):
             await super().__call__(own, receive, sending)
         return not is_over
 
-    # -- WebSockets, and connections without HTTP --------------------------------------------------------------------
+    # -- streams: `tunnels` has brought them to their owner ----------------------------------------------------------
 
-    async def _converse_anywhere(self, named: NamedTask, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket here or elsewhere. Raises RefusalError."""
-        task = self._member.ingress.task(named.name)
-        with self._member.ingress.calling(task, None) as call:
+    async def _converse_here(self, peer: Hello | None, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a WebSocket. One without a peer names no task, or none that has an owner."""
+        passed = None if peer is None else Passed.taken_from(scope)
+        if peer is None or passed is None:
+            await super().__call__(scope, receive, send)
+            return
+        owned = self._owned(passed)
+        if owned is None:
+            view = await self._view_of(passed.task, passed.view)
+            await receive()
+            headers = [(VIEW.encode(), b"%d" % view)]
+            await send({"type": "websocket.http.response.start", "status": 421, "headers": headers})
+            await send({"type": "websocket.http.response.body", "body": b""})
+            return
 
-            async def here(owned: Owned) -> bool:
-                ORIGIN.set(self._origin(task, call))
-                with owned.ending():
-                    await super(ClusterPlane, self).__call__(scope, receive, send)
-                return True
+        async def sending(event: AsgiMessage) -> None:
+            await owned.settled()
+            await send(event)
 
-            async def away(owner: Ownership) -> bool:
-                relay = SocketRelay(send)
-                events = relay.events(receive)
-                return await self._forwarder.pass_on(owner, task, call, scope, events, never, relay, Kind.SOCKET)
-
-            if not await self._forwarder.route(task, call, here, away, creates=named.creates):
-                await super().__call__(scope, receive, send)
-
-    async def _hijack(self, scope: Scope, body: bytes, connection: HijackedConnection, is_upgraded: bool) -> None:
-        """Serve a connection without HTTP, here or elsewhere."""
-        transport, kind = connection.transport, Kind.UPGRADED if is_upgraded else Kind.HIJACKED
-
-        async def here(owned: Owned) -> bool:
-            ORIGIN.set(self._origin(task, call))
-            with owned.cutting(transport.abort):
-                stream, answering = self._open_stream(scope, is_upgraded, body, transport)
-                connection.give(stream)
-                if answering is not None:
-                    await answering
-            return True
-
-        async def away(owner: Ownership) -> bool:
-            relay = HijackedRelay(transport)
-            sent, receive = connection.pieces(body, relay.begun), connection.receive
-            return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, relay, kind)
-
+        origin = self._begin_stream(owned, peer, passed)
+        ORIGIN.set(origin)
         try:
-            named = named_task(scope, self.engine.access, self._addressing) or NamedTask("", "", creates=False)
-            task = self._member.ingress.task(named.name)
-            with self._member.ingress.calling(task, connection.receive) as call:
-                if not await self._forwarder.route(task, call, here, away, creates=named.creates):
-                    _refuse_unknown(named.name)
-        except RefusalError as refusal:
-            transport.write(await self._refusal_of_hijacked(scope, refusal))
-            transport.close()
+            with owned.ending():
+                await super().__call__(scope, receive, sending)
+        finally:
+            origin.is_over = True
 
-    def _open_stream(
-        self, scope: Scope, is_upgraded: bool, body: bytes, transport: StreamTransport
+    def _begin_stream(self, owned: Owned, peer: Hello, passed: Passed) -> Origin:
+        origin = self._passed_origin(owned, peer, passed)
+        # From here on its ingress may wait for younger calls only.
+        origin.is_current = lambda: True
+        return origin
+
+    @override
+    def takes_connection(self, scope: Scope, body: bytes) -> bool:
+        """See `DataPlane.takes_connection`: a stream of an agent goes to the owner, where its tunnel must end.
+
+        Any other request of a peer is answered as a call, with 421 if it is for another owner.
+        """
+        if not super().takes_connection(scope, body) or PEER in scope["state"]:
+            return False
+        if TUNNEL not in scope["state"]:
+            return True
+        passed = Passed.of(scope)
+        return passed is not None and self._owned(passed) is not None and self._authorise(scope) is None
+
+    @override
+    def open_stream(
+        self, scope: Scope, body: bytes, transport: StreamTransport, *, upgrade: bool, rest: bytes
     ) -> tuple[Stream, Coroutine[Any, Any, None] | None]:
         """Take a connection of an owned task over."""
-        assert self._hijacking is not None
-        refusal = self._authorise(scope)
-        if refusal is None:
-            return self._hijacking.open_stream(scope, body, transport, upgrade=is_upgraded, rest=b"")
+        peer, passed = _peer_of(scope), Passed.taken_from(scope)
+        owned = None if passed is None else self._owned(passed)
+        assert peer is not None
+        assert passed is not None
+        assert owned is not None
+        origin, context = self._begin_stream(owned, peer, passed), copy_context()
+        context.run(ORIGIN.set, origin)
+        opened = super().open_stream
+        stream, answering = context.run(opened, scope, body, transport, upgrade=upgrade, rest=rest)
 
-        async def refuse() -> None:
-            transport.write(await self._refusal_of_hijacked(scope, refusal))
-            transport.close()
+        async def answer(rest: Coroutine[Any, Any, None]) -> None:
+            ORIGIN.set(origin)
+            with owned.cutting(transport.abort):
+                await rest
 
-        return HijackedConnection(transport, b""), refuse()
-
-    async def _refusal_of_hijacked(self, scope: Scope, refusal: RefusalError) -> bytes:
-        """Return the HTTP response to the request of a connection that is not taken over."""
-        assert self._hijacking is not None
-        problem, parts = problem_of(refusal), list[bytes]()
-        self._count(problem)
-
-        async def send(message: AsgiMessage) -> None:
-            is_head = message["type"] == "http.response.start"
-            parts.append(head_of(message) if is_head else message.get("body", b""))
-
-        await self._hijacking.refuse(scope, Address("", "", "", ""), problem, Exchange(send, never))
-        return b"".join(parts)
+        return stream, None if answering is None else answer(answering)
 
     @override
     def known(self, scope: Scope, body: bytes | bytearray) -> None:
@@ -330,12 +305,8 @@ class ClusterPlane(DataPlane):
 
     @override
     def may_stream(self, scope: Scope) -> bool:
-        """Return whether a request may take its connection over; its owner authorises it.
-
-        One that a peer has passed on is a stream already.
-        """
-        is_passed = any(name == PASSED for name, _ in scope["headers"])
-        return self._hijacking is not None and not is_passed and self._hijacking.may_stream(scope)
+        """Return whether a request may take its connection over; its owner authorises it (`takes_connection`)."""
+        return self.streaming is not None and self.streaming.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Show the members of the cluster, drain one, or move tasks between them."""
@@ -349,17 +320,9 @@ class ClusterPlane(DataPlane):
             value = await self._operations.answer(scope["method"], scope["path"], query)
         except (RefusalError, DatabaseError) as error:
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
-            await self._refuse(scope, receive, send, refusal)
-            return
-        await send_response(send, 200, [(b"content-type", b"application/json")], orjson.dumps(value))
-
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
-        if scope["type"] == "http":
             await self._refuse_request(scope, receive, send, refusal)
             return
-        problem = problem_of(refusal)
-        self._count(problem)
-        await send_problem(scope, receive, send, problem)
+        await send_response(send, 200, [(b"content-type", b"application/json")], orjson.dumps(value))
 
 
 class PassedUpload:
@@ -390,6 +353,14 @@ class PassedUpload:
                 raise ConnectionAbortedError("the client has hung up")
             more = bool(message.get("more_body"))
             yield message.get("body", b"")
+
+
+def _peer_of(scope: Scope) -> Hello | None:
+    """Return the peer that a request comes from; None for an agent's. Only the first one of a tunnel is a peer's."""
+    state = scope.get("state", {})
+    tunnel: Tunnelled | None = state.get(TUNNEL)
+    peer: Hello | None = state.get(PEER)
+    return peer if tunnel is None else tunnel.take()
 
 
 def _closing(send: Send) -> Send:
@@ -424,7 +395,3 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 def _digest(scope: Scope, body: bytes) -> bytes:
     """Return what tells a request from others of its rollout."""
     return sha256(b"\0".join((scope["method"].encode(), scope["raw_path"], scope["query_string"], body))).digest()
-
-
-def _refuse_unknown(task: str) -> None:
-    raise RefusalError(404, "no-such-task", f"there is no task {task!r}.")

@@ -61,6 +61,7 @@ class Stepped(NamedTuple):
     record: int  # Number of the record that answers the call.
     call: StepId
     oldest: int  # Number of the oldest call that the ingress still waited for. It makes no earlier one again.
+    outcome: int = 0  # How the call was answered, an `Outcome`.
 
 
 class Ended(NamedTuple):

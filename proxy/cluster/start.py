@@ -44,6 +44,7 @@ class Joined:
     dsn: str = field(repr=False)
     secret: bytes = field(repr=False)  # What all members share.
     gate: ClusterGate
+    states: SharedStates
     listener: socket.socket  # Where peers are accepted; it listens already.
 
 
@@ -59,7 +60,9 @@ def join(settings: Settings) -> Joined:
     known = _known(own)
     membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, known))
     write_whole(own / "member.json", orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
-    return Joined(membership, dsn, secret, ClusterGate(membership.number), listener)
+    assert settings.store is not None
+    states = SharedStates(open_store(settings.store))
+    return Joined(membership, dsn, secret, ClusterGate(membership.number, states), states, listener)
 
 
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
@@ -68,8 +71,8 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     joined.gate.attach(engine.store.copies, engine.store.trees)
     member = Member(database, joined.gate, joined.secret, engine)
     plane = ClusterPlane(engine, behind, member, joined.secret)
-    assert engine.settings.store is not None
-    states = SharedStates(open_store(engine.settings.store), engine, joined.gate)
+    states = joined.states
+    states.attach(engine, joined.gate)
 
     async def use(used: Mapping[str, tuple[int, int]]) -> Mapping[str, Sequence[tuple[int, int]]] | None:
         try:
@@ -89,6 +92,7 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
     async def closed() -> None:
         await states.aclose()
+        await plane.tunnels.aclose()
         plane.listener.close()
         await member.aclose()
 

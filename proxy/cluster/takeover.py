@@ -18,6 +18,7 @@ from proxy.storage.copies import (
     NoteCopy,
     RecordCopy,
     RolloutCopy,
+    StepCopy,
     TaskCopy,
     TreeCopy,
 )
@@ -36,7 +37,8 @@ class TaskLogReading:
     rows: int = 0  # How many rows do not say who owns the task.
     task: TaskCopy | None = None  # The task; None for a task of which no line was written.
     trees: dict[int, TreeCopy] = field(default_factory=dict)
-    records: list[RecordCopy] = field(default_factory=list)  # Its records, in the order in which they were written.
+    # Its records and steps, in the order in which they were written.
+    records: list[RecordCopy | StepCopy] = field(default_factory=list)
     dead: int = 0  # How many of them were written before the task was deleted last.
     findings: dict[int, FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
     rollouts: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
@@ -49,19 +51,20 @@ class TaskLogReading:
     steps: Steps = field(default_factory=Steps)  # The last steps of its rollouts.
     kept: dict[int, Kept] = field(default_factory=dict)  # The states that the store has, by node.
     ends: list[Line] = field(default_factory=list)  # Lines that say what has ended, in order.
+    turns: dict[tuple[int, int], StepCopy] = field(default_factory=dict)  # The last of each rollout and turn.
     layout: list["RowLayout"] = field(default_factory=list)  # What each row holds, in order.
 
     def take_rows(self, rows: Iterable[LogRow]) -> None:
         """Take the next rows. Raises LogError: a row is not what a member of this version writes."""
         for row in rows:
-            records, lines = len(self.records), 0
+            records, others = len(self.records), 0
             for line in decode(row.body or b""):
                 self.take(line)
-                lines += 1
+                others += not isinstance(line, RecordCopy | StepCopy)
             records = len(self.records) - records
             size_bytes = None if row.body is None else len(row.body)
             digest = sha256(row.body or b"").digest()
-            self.layout.append(RowLayout(row.row, size_bytes, digest, records, lines - records))
+            self.layout.append(RowLayout(row.row, size_bytes, digest, records, others))
             self.last = row.row
             self.rows += row.body is not None
 
@@ -74,6 +77,8 @@ class TaskLogReading:
                 self.trees[line.tree] = line
             case RecordCopy():
                 self.records.append(line)
+            case StepCopy():
+                self._take_step(line)
             case FindingCopy():
                 self.findings[line.record] = line
             case RolloutCopy() | NoteCopy() | Stepped() | Ended():
@@ -95,11 +100,18 @@ class TaskLogReading:
                 self.notes[line.rollout, line.protocol] = line
             case Stepped():
                 self.steps.take(line)
+                self._take_step(StepCopy(line.rollout, line.position.turn - 1, line.record, line.outcome))
             case Ended():
                 self.ends.append(line)
                 if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
                     self.ended[line.rollout] = self._placed(rollout)
                 self.steps.take(line)
+
+    def _take_step(self, step: StepCopy) -> None:
+        # A compaction repeats the last steps of running rollouts behind those that it keeps.
+        if self.turns.get(step[:2]) != step:
+            self.turns[step[:2]] = step
+            self.records.append(step)
 
     def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
         """Take what people have changed."""
@@ -135,13 +147,14 @@ class TaskLogReading:
                 self.notes,
                 self.nodes,
                 self.kept,
+                self.turns,
                 *self.forgotten,
             )
             for lines in lost:
                 lines.clear()
 
     def rest(self) -> Iterator[Line]:
-        """Yield lines that a reader takes for the same as all that were taken and are no records."""
+        """Yield lines that a reader takes for the same as all that were taken and are no records or steps."""
         yield from () if self.task is None else (self.task,)
         yield from self.trees.values()
         yield from self.findings.values()
@@ -166,7 +179,8 @@ class TaskLogReading:
         known = {record.record for record in records}
         findings = (finding for finding in self.findings.values() if finding.record in known)
         masks = [] if self.masks is None else [self.masks]
-        return [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
+        rows = [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
+        return [*rows, *(step for step in self.turns.values() if step.record in known)]
 
     def _placed(self, rollout: RolloutCopy) -> RolloutCopy:
         last = self.steps.last(rollout.rollout)
@@ -179,9 +193,10 @@ class TaskLogReading:
         an import that did not come to its end.
         """
         gone = self.forgotten[1]
-        there = [each for each in self.records[self.dead :] if each.record not in gone and each.tree in self.trees]
+        written = [each for each in self.records[self.dead :] if isinstance(each, RecordCopy)]
+        there = [each for each in written if each.record not in gone and each.tree in self.trees]
         latest = {(record.tree, record.source, record.key): record.record for record in there}
-        digests = {record.target: record[12:14] for record in reversed(self.records[self.dead :]) if record.is_first}
+        digests = {record.target: record[12:14] for record in reversed(written) if record.is_first}
         reached, records = {tree.root for tree in self.trees.values()}, list[RecordCopy]()
         for record in there:
             if latest[record.tree, record.source, record.key] != record.record:
@@ -208,7 +223,7 @@ class RowLayout(NamedTuple):
     row: int
     size_bytes: int | None  # The bytes of its lines; None if it says who owns the task.
     sha256: bytes  # The SHA-256 of its lines.
-    records: int  # How many of its lines are records.
+    records: int  # How many of its lines are records or steps.
     others: int  # How many are not.
 
 
@@ -225,16 +240,17 @@ class _Segment:
     """Neighbouring rows that become one."""
 
     rows: list[RowLayout]
-    first: int  # The number of records in the log before them.
+    first: int  # The number of records and steps in the log before them.
 
 
 class Compaction:
     """How a log is compacted: rows are replaced by fewer ones, step by step. After each step the log says the same.
 
-    1. The last row gets all lines that are no records, as they are after the whole log. They replace the earlier ones.
-       It also says what has ended, because earlier rows still say that it began.
-    2. Each other segment of rows becomes one row with its records, of about `CHUNK_BYTES`. What an earlier compaction
-       has written stays as it is. So no step writes much, and all of them write each record a constant number of times.
+    1. The last row gets all other lines than records and steps, as they are after the whole log. They replace the
+       earlier ones. It also says what has ended, because earlier rows still say that it began.
+    2. Each other segment of rows becomes one row with its records and steps, of about `CHUNK_BYTES`. What an earlier
+       compaction has written stays as it is. So no step writes much, and all of them write each record a constant
+       number of times.
     3. The last row is written again, without what has ended.
     """
 

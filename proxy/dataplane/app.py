@@ -6,14 +6,15 @@ A request is authorised once, before anything else. Requests of agents (`/t/…`
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
-from proxy.compat.endpoints import EndpointContext, StreamingEndpoint, make_endpoints
+from proxy.compat.endpoints import EndpointContext, Stream, StreamingEndpoint, StreamTransport, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
 from proxy.dataplane.dispatch import Dispatch
+from proxy.dataplane.handover import Handover
 from proxy.dataplane.hit_path import HitPath
 from proxy.dataplane.websockets import Sockets, refuse
 from proxy.engine import Engine
@@ -64,9 +65,13 @@ class OtherProxies(Protocol):
 
 
 class DataPlane:
-    """Answers agents' requests, and passes all others on to the application behind; `others` is the cluster."""
+    """Answers agents' requests, and passes all others on to the application behind.
+
+    In a cluster, `others` joins the members' parts, and `tunnels` takes the connections that become streams.
+    """
 
     others: OtherProxies | None = None
+    tunnels: Handover | None = None
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
@@ -145,6 +150,17 @@ class DataPlane:
         """Return whether an authorised request may take its connection over as a stream."""
         streaming = self.streaming
         return streaming is not None and streaming.may_stream(scope) and self._authorise(scope) is None
+
+    def takes_connection(self, scope: Scope, body: bytes) -> bool:
+        """Return whether a whole request becomes a stream; `may_stream` has agreed."""
+        return self.streaming is not None and self.streaming.takes_connection(scope, body)
+
+    def open_stream(
+        self, scope: Scope, body: bytes, transport: StreamTransport, *, upgrade: bool, rest: bytes
+    ) -> tuple[Stream, Coroutine[Any, Any, None] | None]:
+        """Take a connection over; see `StreamingEndpoint.open_stream`. `takes_connection` has agreed."""
+        assert self.streaming is not None
+        return self.streaming.open_stream(scope, body, transport, upgrade=upgrade, rest=rest)
 
     def _without_traceback(self, send: Send) -> Send:
         """Return a `send` that leaves out the traceback of a start that failed for a foreseen reason."""

@@ -6,6 +6,7 @@ uvicorn protocol, which it calls as asyncio would. A connection is always in one
 READING   Every request was answered. Bytes are held until they are a request, or the head of one with a large body;
             then
             1. a request of a task that another worker has: the connection goes there. -> GIVEN
+               So do, in a cluster, those of 3. and WebSockets: to the owner of their task.
             2. a whole request with a known answer: the response is one write, with no task and no event. -> READING
             3. a request with which a client turns the connection into a stream of bytes (Docker). -> STREAM
             4. an upgrade (WebSocket), or bytes that are not HTTP. -> PASSED
@@ -15,7 +16,7 @@ SERVED    uvicorn has requests to read or to answer, and gets each byte as it co
           ended and were answered, the connection goes back to READING, at a boundary between two requests.
 PASSED    uvicorn has the connection for good, and the parser reads no more.
 STREAM    The connection belongs to a `Stream`.
-GIVEN     The connection belongs to another process, which has got its socket and the bytes that are not answered.
+GIVEN     The connection belongs to another process or a tunnel, which has got its socket and the unanswered bytes.
 
 Because uvicorn sees only its own requests, its keep-alive timer may fire while hits are answered. `UvicornTransport`
 therefore ignores `close` in READING, where only `HitFirst` closes an idle connection.
@@ -63,7 +64,7 @@ def protocol_for(
     """Return the protocol class of a server of `report_responses(data_plane)`; the handover is for workers."""
     members = {
         "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
-        "streams": Streams(data_plane),
+        "streams": Streams(data_plane), "tunnels": data_plane.tunnels if is_limited else None,
         "limits": ConnectionLimits(data_plane.engine.settings.max_connections) if is_limited else NoLimits(),
     }  # fmt: skip
     return type("HitFirstFor", (HitFirst,), members)
@@ -77,6 +78,7 @@ class HitFirst(asyncio.Protocol):
     streams: ClassVar[Streams]
     limits: ClassVar[ConnectionLimits | NoLimits]
     handover: ClassVar[Handover | None]
+    tunnels: ClassVar[Handover | None]
 
     def __init__(
         self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **_: object
@@ -245,13 +247,12 @@ class HitFirst(asyncio.Protocol):
             # Only the blank lines that clients may send between requests (RFC 9112, 2.2).
             self._held = b""
         elif self.handover is not None and (process := self._elsewhere(self.handover, scope, unanswered)) is not None:
-            held, self._held, self._state = self._held, b"", _State.GIVEN
-            give_when_sent(self.handover, process, self._transport, held)
+            self._give(self.handover, process)
         # A stream takes the connection over, so it must be the only request on it.
         elif scope is not None and unanswered == 1 and self.streams.may_open(scope, reader):
             self._stream_when_whole(scope)
         elif self._body_at is not None:
-            self._serve_upgrade()
+            self._serve_upgrade(scope if unanswered == 1 else None)
         elif unanswered == 1 and reader.ended == reader.begun:
             if scope is None or not self._answer(scope):
                 # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
@@ -272,9 +273,13 @@ class HitFirst(asyncio.Protocol):
         """Whether the client sends a small body, without waiting for a `100 Continue`."""
         return not self._reader.expects_continue and 0 < self._reader.content_length <= MAX_HELD_BYTES
 
-    def _serve_upgrade(self) -> None:
+    def _serve_upgrade(self, scope: Scope | None) -> None:
         """Give uvicorn a request that asks for another protocol than Docker's streams."""
         if self._reader.wants_websocket:
+            tunnels = self.tunnels
+            if scope is not None and tunnels is not None and (end := tunnels.elsewhere(scope)) is not None:
+                self._give(tunnels, end)
+                return
             # The parser cannot follow what comes after the handshake.
             self._serve(_State.PASSED)
         elif self._reader.content_length or self._reader.begun - self._answered > 1:
@@ -363,6 +368,10 @@ class HitFirst(asyncio.Protocol):
         first = scope if unanswered == 1 else first_scope(self._held, self._scheme)
         return None if first is None or self._transport.is_closing() else handover.elsewhere(first)
 
+    def _give(self, handover: Handover, process: int) -> None:
+        held, self._held, self._state = self._held, b"", _State.GIVEN
+        give_when_sent(handover, process, self._transport, held)
+
     # -- the end of a connection -------------------------------------------------------------------------------------
 
     def expire(self) -> bool:
@@ -389,12 +398,17 @@ class HitFirst(asyncio.Protocol):
                 self._serve(_State.SERVED)
             return
         body, rest = split
+        # It says whose connection it is.
+        scope["state"] = self._app_state
         upgrade = self._body_at is not None
         if not self.streams.takes_connection(scope, body):
             # No parser reads a body behind an upgrade. The rewritten request also closes the connection, because
             # the reader stopped at the upgrade.
             self._held = self._reader.without_upgrade(body) if upgrade else self._held
             self._serve(_State.SERVED)
+            return
+        if self.tunnels is not None:
+            self._give(self.tunnels, 0)
             return
         self._held, self._state = b"", _State.STREAM
         taken = TakenConnection(self._transport, self._writable)

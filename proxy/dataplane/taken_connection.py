@@ -48,12 +48,16 @@ class TakenConnection:
             (self._transport.pause_reading if on else self._transport.resume_reading)()
 
     def _reset(self) -> None:
-        """Close the connection at once, so that the client gets an error and does not see the end of a stream."""
-        if not self._transport.is_closing():
-            # With this option the kernel sends a reset when the socket is closed (socket(7), SO_LINGER).
-            own: socket.socket = self._transport.get_extra_info("socket")
-            own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-        self._transport.abort()
+        reset(self._transport)
+
+
+def reset(transport: asyncio.WriteTransport) -> None:
+    """Close a connection at once, so that the client gets an error and does not see the end of a stream."""
+    if not transport.is_closing():
+        # With this option the kernel sends a reset when the socket is closed (socket(7), SO_LINGER).
+        own: socket.socket = transport.get_extra_info("socket")
+        own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+    transport.abort()
 
 
 class Streams:
@@ -74,8 +78,7 @@ class Streams:
 
     def takes_connection(self, scope: Scope, body: bytes) -> bool:
         """Return whether a whole request becomes a stream."""
-        streaming = self._data_plane.streaming
-        return streaming is not None and streaming.takes_connection(scope, body)
+        return self._data_plane.takes_connection(scope, body)
 
     def open(
         self,
@@ -91,9 +94,7 @@ class Streams:
 
         `rest` came behind the body. A shutdown of the server cancels the `server_tasks` if it takes too long.
         """
-        streaming = self._data_plane.streaming
-        assert streaming is not None
-        stream, answering = streaming.open_stream(scope, body, taken.transport, upgrade=upgrade, rest=rest)
+        stream, answering = self._data_plane.open_stream(scope, body, taken.transport, upgrade=upgrade, rest=rest)
         if answering is not None:
             task = self._tasks.spawn("stream", answering)
             # A shutdown that takes too long cancels the tasks of the server.

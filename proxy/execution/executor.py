@@ -13,7 +13,7 @@ from proxy.dialects.rule_schema import steady
 from proxy.dialects.tool_failures import as_shared
 from proxy.execution.divergence import divergence, same_answer
 from proxy.execution.errors import RolloutGoneError
-from proxy.execution.gate import Gate
+from proxy.execution.gate import Gate, KeptElsewhere, NothingElsewhere
 from proxy.execution.restore import Restorer
 from proxy.execution.root_state import RootChangedError, RootChanges
 from proxy.execution.single_flight import SingleFlight
@@ -65,9 +65,7 @@ class Executor:
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = flights, Timings()
         self._renew, self.quotas = renew, quotas
-        # Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is recorded.
-        # None if no other machine takes this proxy's tasks over.
-        self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
+        self._elsewhere: KeptElsewhere = NothingElsewhere() if gate is None else gate.states
 
     def is_readable(self, tree: Tree, record: Record) -> bool:
         """Return whether a record's answer can be read; a damaged one is discarded.
@@ -176,8 +174,7 @@ class Executor:
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None
-            if self.send_recordings is not None:
-                await self.send_recordings(rollout.tree)
+            await self._elsewhere.send_recordings(rollout.tree)
             packed = await pack_large(execution.replay or call, execution.result)
             # A base that changes shows through in sandboxes that run. So a change before the end of the call may be in
             # its result, and others must not be given that in a tree of the old base.

@@ -7,7 +7,8 @@ from collections.abc import Container, Iterable
 from typing import Protocol
 
 from proxy.storage.records import RecordBytes
-from proxy.tree.rollout import Rollout
+from proxy.tree.restore_plan import RestorePlan
+from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree
 
 
@@ -39,12 +40,54 @@ class EditLog(Protocol):
         ...
 
 
+class KeptElsewhere(Protocol):
+    """The states and recordings of this proxy's tasks that other machines have, or shall have."""
+
+    async def fetch(self, tree: Tree, node: Node, plan: RestorePlan | None) -> bool:
+        """Fetch a snapshot that makes the way to a node cheaper than a plan, or possible; return whether one came."""
+        ...
+
+    async def fetch_recordings(self, tree: Tree) -> None:
+        """Fetch what hosts outside have sent to sandboxes of a tree, before one is leased. Raises SandboxError."""
+        ...
+
+    async def send_recordings(self, tree: Tree) -> None:
+        """Keep what hosts outside have sent to sandboxes of a tree, before a call is recorded. Raises SandboxError."""
+        ...
+
+    def stepped(self, tree: Tree, node: Node) -> None:
+        """Note that a node has a snapshot here, or that a rollout has come to it."""
+        ...
+
+
+class NothingElsewhere:
+    """Implements `KeptElsewhere` for a proxy that shares its tasks with no other machine."""
+
+    async def fetch(self, tree: Tree, node: Node, plan: RestorePlan | None) -> bool:  # noqa: ARG002 - see above
+        """Return False."""
+        return False
+
+    async def fetch_recordings(self, tree: Tree) -> None:
+        """Do nothing."""
+
+    async def send_recordings(self, tree: Tree) -> None:
+        """Do nothing."""
+
+    def stepped(self, tree: Tree, node: Node) -> None:
+        """Do nothing."""
+
+
 class Gate(Protocol):
     """Decides what this member may answer, and writes to the log what its answers depend on."""
 
     @property
     def edits(self) -> EditLog:
         """See the class."""
+        ...
+
+    @property
+    def states(self) -> KeptElsewhere:
+        """What other machines have of this member's tasks."""
         ...
 
     @property
@@ -63,7 +106,7 @@ class Gate(Protocol):
         """
         ...
 
-    async def logged(self, rollout: Rollout, record: Record) -> None:
+    async def logged(self, rollout: Rollout, record: Record, outcome: Outcome) -> None:
         """Write a step to the log, with its record. The rollout takes the step without another await.
 
         Raises RefusalError (503) if this member does not own the task any more.

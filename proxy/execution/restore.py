@@ -16,13 +16,14 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 
 import structlog
 
 from proxy.execution.errors import StateLostError
+from proxy.execution.gate import KeptElsewhere
 from proxy.execution.replay import Replayer, ReplayResult
 from proxy.execution.root_state import driver_of
 from proxy.execution.sandbox_maker import Owner, SandboxMaker, is_rollout
@@ -65,18 +66,14 @@ class Restorer:
         records: RecordStore,
         counts: Counters,
         maker: SandboxMaker,
+        elsewhere: KeptElsewhere,
     ) -> None:
         self.maker = maker  # Makes the sandboxes that neither a rollout has nor the pool holds.
         self._drivers, self._pool, self._cache, self._capture, self._value = drivers, pool, cache, capture, value
         self._records, self._counts = records, counts
         self._replayer = Replayer(pool, cache, records, counts)
         self._securing = TaskOwner()
-        # Fetches a snapshot that makes the way to a node cheaper than a plan, or possible if there is no plan.
-        # Returns whether one was fetched. None if no other machine keeps states of this proxy's tasks.
-        self.fetch: Callable[[Tree, Node, RestorePlan | None], Awaitable[bool]] | None = None
-        # Fetches what hosts outside have sent to sandboxes of a tree, before one is leased. None if no other machine
-        # had sandboxes of this proxy's tasks.
-        self.fetch_recordings: Callable[[Tree], Awaitable[None]] | None = None
+        self._elsewhere = elsewhere
 
     @asynccontextmanager
     async def lease_at(self, rollout: Rollout, node: Node, timing: Timing) -> AsyncIterator[Slot]:
@@ -203,8 +200,7 @@ class Restorer:
     async def _make_ready(self, tree: Tree) -> None:
         # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
         driver_of(self._drivers, tree.spec)
-        if self.fetch_recordings is not None:
-            await self.fetch_recordings(tree)
+        await self._elsewhere.fetch_recordings(tree)
 
     async def _lease(
         self,
@@ -236,9 +232,9 @@ class Restorer:
                 avoid={*_unusable(failed, node), *without},
             )
             # Once for each lease: what was fetched and fails is not fetched again.
-            if may_fetch and self.fetch is not None:
+            if may_fetch:
                 may_fetch = False
-                if await self.fetch(tree, node, plan):
+                if await self._elsewhere.fetch(tree, node, plan):
                     continue
             if plan is None:
                 if failed and await self._give_up(failed, tree, owner):

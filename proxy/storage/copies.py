@@ -81,6 +81,15 @@ class RolloutCopy(NamedTuple):
     labels: str  # As JSON.
 
 
+class StepCopy(NamedTuple):
+    """A step of a rollout."""
+
+    rollout: int
+    turn: int  # How many of its calls were answered before.
+    record: int  # Number of the record that answered the call.
+    outcome: int  # An `Outcome`.
+
+
 class EndedCopy(NamedTuple):
     """A rollout that has ended. Its labels may change later: a reward comes when it is over."""
 
@@ -121,7 +130,10 @@ class MasksCopy(NamedTuple):
     value: str
 
 
-Copy = TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | EndedCopy | NoteCopy | NodeCopy | MasksCopy
+Copy = (
+    TaskCopy | TreeCopy | RecordCopy | FindingCopy | RolloutCopy | EndedCopy | StepCopy | NoteCopy | NodeCopy
+    | MasksCopy
+)  # fmt: skip
 
 _ROLLOUT = "id, task, name, tree, start, node, calls, token_digest, created_at, labels"
 _RECORDS = (
@@ -129,6 +141,14 @@ _RECORDS = (
     f"answer, cpu_s, peak_bytes, read_bytes, written_bytes, {is_whole('records')} FROM records "
     "WHERE tree = ? AND id > ? ORDER BY id LIMIT ?"
 )
+
+_PLAIN: dict[type[Copy], str] = {
+    TaskCopy: "INSERT OR REPLACE INTO tasks (name, spec, created_at) VALUES (?, ?, ?)",
+    StepCopy: "INSERT OR REPLACE INTO steps VALUES (?, ?, ?, ?)",
+    MasksCopy: "INSERT OR REPLACE INTO masks VALUES (?, ?)",
+    NoteCopy: PUT_NOTE,
+}
+"""How copies are written whose values are those of a row."""
 
 
 def copy_of(tree: int, record: Record, written: RecordBytes, *, is_first: bool) -> RecordCopy:
@@ -217,8 +237,8 @@ class CopyStore:
 
     def _write(self, execute: Execute, task: str, copy: Copy) -> None:
         match copy:
-            case TaskCopy():
-                execute("INSERT OR REPLACE INTO tasks (name, spec, created_at) VALUES (?, ?, ?)", copy)
+            case TaskCopy() | StepCopy() | NoteCopy() | MasksCopy():
+                execute(_PLAIN[type(copy)], copy)
             case TreeCopy():
                 self._write_tree(execute, task, copy)
             case RecordCopy():
@@ -227,12 +247,8 @@ class CopyStore:
                 self._write_rollout(execute, copy)
             case EndedCopy(rollout):
                 self._write_rollout(execute, rollout, finished=1)
-            case NoteCopy():
-                execute(PUT_NOTE, copy)
             case NodeCopy(node, diverged, pinned):
                 execute("UPDATE nodes SET diverged = ?, pinned = ? WHERE id = ?", (diverged, pinned, node))
-            case MasksCopy():
-                execute("INSERT OR REPLACE INTO masks VALUES (?, ?)", copy)
             case FindingCopy():
                 put_finding(execute, *copy)
 

@@ -82,6 +82,11 @@ class ReaderConnection:
         """Return the next bytes; none at the end of the connection. Raises OSError if it broke."""
         return await self._reader.read(_CHUNK_BYTES)
 
+    def end(self) -> None:
+        """Send nothing more; what comes is still received."""
+        if not self._writer.is_closing():
+            self._writer.write_eof()
+
     def close(self) -> None:
         """Close the connection at once."""
         self._writer.transport.abort()

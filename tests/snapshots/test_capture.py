@@ -39,7 +39,7 @@ class Rig:
             self.store, {"memory": self.driver}, self.tally, budget_bytes=1 << 30, checkpoint_bytes=1 << 30
         )
         self.saved: list[FakeNode] = []
-        self.capture = Capture(self.cache, self.pool, self.tally, self.saved.append)
+        self.capture = Capture(self.cache, self.pool, self.tally, self.saved.append, lambda _tree, _node: None)
 
     async def lease(self, node: FakeNode) -> Slot:
         """Start a sandbox that is leased at a node."""

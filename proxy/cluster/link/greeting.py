@@ -12,11 +12,11 @@ import struct
 from hashlib import sha256
 from typing import NamedTuple
 
-VERSION = 8
+VERSION = 9
 """Version of the greeting and of the headers that members add. Members of another version refuse each other."""
 NONCE_BYTES = 32
 """Size of a nonce: no proof of another connection is of use."""
-_HELLO = struct.Struct("!4sHQQ")
+_HELLO = struct.Struct("!4sHQQ?")
 _MAGIC = b"FKPT"
 HELLO_BYTES = _HELLO.size + NONCE_BYTES
 """Size of a greeting."""
@@ -34,20 +34,22 @@ class Hello(NamedTuple):
     member: int
     boot: int
     nonce: bytes
+    # Whether an agent's bytes come on the connection. Then only its first request is one that the member passes on.
+    is_tunnel: bool = False
 
     def pack(self) -> bytes:
         """Return the greeting as bytes."""
-        return _HELLO.pack(_MAGIC, VERSION, self.member, self.boot) + self.nonce
+        return _HELLO.pack(_MAGIC, VERSION, self.member, self.boot, self.is_tunnel) + self.nonce
 
     @classmethod
     def unpack(cls, data: bytes) -> "Hello":
         """Read a greeting of `HELLO_BYTES`. Raises GreetingError: it is no greeting, or one of another version."""
-        magic, version, member, boot = _HELLO.unpack_from(data)
+        magic, version, member, boot, is_tunnel = _HELLO.unpack_from(data)
         if magic != _MAGIC:
             raise GreetingError("the peer is not a member of a Forkpoint cluster")
         if version != VERSION:
             raise GreetingError(f"the peer speaks version {version}, and this member {VERSION}")
-        return cls(member, boot, data[_HELLO.size :])
+        return cls(member, boot, data[_HELLO.size :], is_tunnel)
 
 
 def proof(secret: bytes, cluster: str, opener: Hello, acceptor: Hello, *, of_opener: bool) -> bytes:

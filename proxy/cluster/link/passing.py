@@ -8,7 +8,8 @@ Theory of operation:
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
 3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
-4. A connection that becomes a stream (WebSocket, Docker) is a request whose body and response have no length.
+4. A connection that becomes a stream (WebSocket, Docker) has a connection to the peer of its own (`connection`).
+   The agent's bytes come on it, so the peer trusts its first request only (`Tunnelled`).
 5. What members ask each other is a request too, to the path `ASK`.
 6. Nobody knows how long a call takes. So a peer with unanswered requests is asked every `PING_S` whether it lives. One
    that is silent for `SILENT_S` loses its connections, and the requests are made again elsewhere under their numbers.
@@ -19,6 +20,7 @@ import hmac
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self, cast
 from urllib.parse import quote, unquote
@@ -42,6 +44,8 @@ VIEW = "x-forkpoint-view"
 """The header with the view that a peer without the task knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
+TUNNEL = "forkpoint.tunnel"
+"""The key of a `Tunnelled` in the `state` of the requests on the connection of an agent's stream."""
 ASK = "/peer"
 """Path of the questions that members ask each other."""
 PING_S = 0.5
@@ -52,6 +56,7 @@ time."""
 IDLE_S = 30.0
 """How long a connection waits for its next request, in seconds. The peer closes it after two minutes."""
 _CHUNK_BYTES = 1 << 16
+_PING = b"GET /healthz HTTP/1.1\r\nhost: member\r\n\r\n"
 
 
 class PeerLostError(RuntimeError):
@@ -66,23 +71,29 @@ class Passed(NamedTuple):
     oldest: int  # Number of the oldest call of the task that the ingress may make again.
     is_again: bool
     scheme: str  # `http` or `https`, as the agent has used it.
-    kind: str  # What the connection becomes; a `Kind`.
     task: str
 
     def pack(self) -> bytes:
         """Return the value of the header."""
         numbers = f"{self.view} {self.number} {self.oldest} {self.is_again:d}"
-        return f"{numbers} {self.scheme} {self.kind} {quote(self.task, safe='')}".encode()
+        return f"{numbers} {self.scheme} {quote(self.task, safe='')}".encode()
+
+    @classmethod
+    def of(cls, scope: Scope) -> Self | None:
+        """Return what the header of a peer's request says; None for a request that is not passed on."""
+        # The first one: a client may have sent another one.
+        value = next((value for name, value in scope["headers"] if name == PASSED), None)
+        if value is None:
+            return None
+        view, number, oldest, is_again, scheme, task = value.decode().split(" ")
+        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, unquote(task))
 
     @classmethod
     def taken_from(cls, scope: Scope) -> Self | None:
-        """Take the header out of a request of a peer; None for a request that is not passed on."""
-        values = [value for name, value in scope["headers"] if name == PASSED]
-        if not values:
-            return None
+        """Take the header out of a request of a peer; see `of`."""
+        passed = cls.of(scope)
         scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
-        view, number, oldest, is_again, scheme, kind, task = values[0].decode().split(" ")
-        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, kind, unquote(task))
+        return passed
 
 
 async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) -> AsyncIterator[bytes]:
@@ -97,15 +108,18 @@ async def in_chunks(body: AsyncIterator[bytes], failed: Callable[[], object]) ->
     yield b"0\r\n\r\n"
 
 
-class Kind:
-    """What the connection of a request becomes."""
+@dataclass(slots=True)
+class Tunnelled:
+    """The connection of an agent's stream, at the owner. A peer has passed its first request on, and nothing else."""
 
-    CALL = "call"
-    """It gets a response."""
-    SOCKET = "socket"
-    """A WebSocket."""
-    HIJACKED, UPGRADED = "hijacked", "upgraded"
-    """A stream of bytes (Docker), after a request without or with an upgrade."""
+    peer: Hello
+    is_used: bool = False  # Whether the first request has come. What follows is the agent's own word.
+
+    def take(self) -> Hello | None:
+        """Return the peer that has passed the next request on; None if it was none."""
+        peer = None if self.is_used else self.peer
+        self.is_used = True
+        return peer
 
 
 class PeerConnection(ReaderConnection):
@@ -154,12 +168,8 @@ class Passing:
     async def request(self, peer: Peer, head: bytes, body: bytes | AsyncIterator[bytes], listener: Listener) -> None:
         """Pass a request on, and its response to the listener. Raises PeerLostError."""
         to = self._to.get(peer) or self._begin(peer)
-        connection = await self._connection(peer, to)
-        to.busy.add(connection)
-        if not to.is_watched:
-            to.is_watched = True
-            self._tasks.spawn("watch a peer", self._watch(peer, to))
-        is_whole = False
+        connection, is_whole = await self._connection(peer, to), False
+        self._use(connection, peer, to)
         try:
             await converse(connection, head, body, listener, silence_s=1e9)
             # Of a body in pieces the peer may have left something unread.
@@ -173,6 +183,28 @@ class Passing:
                 to.idle.append(connection)
             else:
                 connection.abort()
+
+    @asynccontextmanager
+    async def connection(self, peer: Peer) -> AsyncIterator[PeerConnection]:
+        """Have a connection for an agent's stream, which ends with the context, or if the peer is silent.
+
+        Raises PeerLostError.
+        """
+        to, connection = self._to.get(peer) or self._begin(peer), await self.open(peer, is_tunnel=True)
+        self._use(connection, peer, to)
+        try:
+            yield connection
+        finally:
+            to.busy.discard(connection)
+            connection.abort()
+
+    async def lives(self, peer: Peer) -> bool:
+        """Return whether a peer answers."""
+        try:
+            await self.request(peer, _PING, b"", WholeResponse())
+        except PeerLostError:
+            return False
+        return True
 
     async def ask(self, peer: Peer, question: bytes) -> bytes:
         """Ask a peer what only members ask. Raises PeerLostError: it does not answer."""
@@ -189,6 +221,12 @@ class Passing:
         for to in self._to.values():
             for connection in (*to.idle, *to.busy):
                 connection.abort()
+
+    def _use(self, connection: PeerConnection, peer: Peer, to: _Connections) -> None:
+        to.busy.add(connection)
+        if not to.is_watched:
+            to.is_watched = True
+            self._tasks.spawn("watch a peer", self._watch(peer, to))
 
     def _begin(self, peer: Peer) -> _Connections:
         """Begin to have connections to a start of a peer; those to earlier ones are closed."""
@@ -208,10 +246,10 @@ class Passing:
             connection.abort()
         return await self.open(peer)
 
-    async def open(self, peer: Peer) -> PeerConnection:
+    async def open(self, peer: Peer, *, is_tunnel: bool = False) -> PeerConnection:
         """Connect to a peer, and prove the secret to each other. Raises PeerLostError: it cannot be reached."""
         member, writer = self._membership, None
-        hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
+        hello = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES), is_tunnel)
         host, _, port = peer.url.rpartition(":")
         try:
             async with asyncio.timeout(SILENT_S):
@@ -229,7 +267,7 @@ class Passing:
 
     async def _watch(self, peer: Peer, to: _Connections) -> None:
         """Ask a peer whether it lives as long as requests are unanswered."""
-        ping, pinged = b"GET /healthz HTTP/1.1\r\nhost: member\r\n\r\n", cast("PeerConnection | None", None)
+        pinged = cast("PeerConnection | None", None)
         try:
             while True:
                 await asyncio.sleep(PING_S)
@@ -237,7 +275,7 @@ class Passing:
                     return
                 async with asyncio.timeout(SILENT_S):
                     pinged = await self._connection(peer, to)
-                    await converse(pinged, ping, b"", WholeResponse(), silence_s=SILENT_S)
+                    await converse(pinged, _PING, b"", WholeResponse(), silence_s=SILENT_S)
                 pinged.rest()
                 to.idle.append(pinged)
                 pinged = None

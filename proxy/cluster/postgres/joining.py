@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from proxy.cluster.postgres.connection import Connection, row_of
 
-FORMAT = 6
+FORMAT = 7
 """Version of the tables and of the lines. A database of another version is refused and left unchanged."""
 LEASE_S = 3.0
 """How long a member's lease lasts, in seconds of the database's clock. Others may take its tasks over then."""

@@ -1,7 +1,5 @@
 """The kept states of the tasks that this member owns: what the engine and the member call."""
 
-from typing import TYPE_CHECKING, cast
-
 import structlog
 
 from proxy.cluster.gate import ClusterGate
@@ -14,10 +12,6 @@ from proxy.cluster.states.sweeping import Sweeper
 from proxy.cluster.states.task_states import TaskStates
 from proxy.engine import Engine
 from proxy.lifecycle import BackgroundWork
-from snapshots.capture import StateTree
-
-if TYPE_CHECKING:
-    from proxy.tree.tree import Node, Tree
 
 log = structlog.get_logger()
 
@@ -26,10 +20,15 @@ TIDY_EVERY_S = 60.0
 
 
 class SharedStates:
-    """Sends, fetches and deletes kept states."""
+    """Sends, fetches and deletes kept states. Implements `proxy.execution.gate.KeptElsewhere`."""
 
-    def __init__(self, objects: ObjectStore, engine: Engine, gate: ClusterGate) -> None:
-        """Connect the store with an engine that is not open yet."""
+    def __init__(self, objects: ObjectStore) -> None:
+        """Use a store; nothing is kept before `attach`."""
+        self._objects = objects
+
+    def attach(self, engine: Engine, gate: ClusterGate) -> None:
+        """Take the engine and its gate, which are created with this object and are not open yet."""
+        objects = self._objects
         self._gate, self._engine = gate, engine
         self._folder = engine.settings.data / "cluster" / "incoming"
         self._known: dict[str, TaskStates] = {}
@@ -37,9 +36,8 @@ class SharedStates:
         self._fetcher = Fetcher(objects, engine, self.of, self._folder)
         self._sweeper = Sweeper(objects, engine.snapshots)
         recordings = SharedRecordings(objects, engine, self.of, self._folder)
-        engine.executor.send_recordings, engine.restorer.fetch_recordings = recordings.send, recordings.fetch
-        engine.capture.taken, gate.stepped = self._taken, self._sender.add
-        engine.restorer.fetch = self._fetcher.fetch
+        self.send_recordings, self.fetch_recordings = recordings.send, recordings.fetch
+        self.fetch, self.stepped = self._fetcher.fetch, self._sender.add
         engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
 
     def open(self) -> None:
@@ -97,7 +95,3 @@ class SharedStates:
                 states.here.add(node.id)
             elif node is not None:
                 self._sender.add(self._engine.trees.load(snapshot.tree), node)
-
-    def _taken(self, tree: StateTree, node: object) -> None:
-        # The engine's captures are of its own trees.
-        self._sender.add(cast("Tree", tree), cast("Node", node))

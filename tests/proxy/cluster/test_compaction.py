@@ -40,7 +40,9 @@ def test_an_owner_compacts_its_log(dsn: str) -> None:
             await compact_log(database, owned)
             after = await read_task(database, "t")
             assert (after.last, after.rows, list(after.rest())) == (before.last, 1, list(before.rest()))
-            assert (owned.rows, owned.lines) == (1, 1)
+            # A step of the rollout each, and where it is.
+            assert (owned.rows, owned.lines) == (1, 21)
+            assert after.turns == before.turns
             await owned.write([stepped(7, 20, 20)])
             assert failures == []
             await compact_log(database, owned)

@@ -103,17 +103,17 @@ def test_a_step_that_is_refused_is_not_taken(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
-def test_only_states_that_the_store_lacks_are_noted(tmp_path: Path) -> None:
+def test_only_states_that_the_store_lacks_are_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hits to other nodes would fill the queue of states that wait to be sent."""
 
     async def go() -> None:
         async with owner(tmp_path, 1, Log(), BreakableStore()) as one:
-            gate, seen = one.member.gate, list[int]()
+            seen = list[int]()
             await call(one, "a", "echo 1 >> f", 1)
             await one.engine.capture.drain()
             node = (await one.engine.tasks.open(TASK)).rollouts["a"].node
             one.owned.kept.clear()
-            gate.stepped = lambda _tree, at: seen.append(at.id)
+            monkeypatch.setattr(one.shared, "stepped", lambda _tree, at: seen.append(at.id))
             assert await call(one, "b", "echo 1 >> f", 1) is Outcome.HIT
             assert seen == [node.id]
             one.owned.kept[node.id] = Kept(node.id, "name", 1)

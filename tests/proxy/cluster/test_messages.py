@@ -13,11 +13,8 @@ from proxy.cluster.messages import (
     LoadQuestion,
     Message,
     TakeQuestion,
-    pack_event,
     unpack,
-    unpack_event,
 )
-from proxy.http.asgi import AsgiMessage
 from sandboxes.ipc.codec import encode
 from sandboxes.ipc.frames import MalformedFrameError
 from sandboxes.ipc.messages import Done
@@ -50,17 +47,3 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
     """What is no message raises."""
     with pytest.raises(MalformedFrameError):
         unpack(data)
-
-
-@pytest.mark.parametrize(
-    "event",
-    [
-        {"type": "http.response.body", "body": b"\0", "more_body": True},
-        {"type": "http.response.start", "status": 200, "headers": [(b"a", b"\xe9")]},
-        {"type": "websocket.send", "bytes": b"\0"},
-        {"type": "websocket.send", "text": ""},
-        {"type": "websocket.close", "code": 1000, "reason": ""},
-    ],
-)
-def test_event_comes_back(event: AsgiMessage) -> None:
-    assert unpack_event(pack_event(event)) == event

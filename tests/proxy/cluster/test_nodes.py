@@ -10,6 +10,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -110,6 +111,12 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         }
 
 
+def rollouts(node: Node) -> list[dict[str, Any]]:
+    """Return the trajectories of all tasks."""
+    lines = map(orjson.loads, httpx.get(f"{node.url}/api/v1/trajectories", timeout=60).text.splitlines())
+    return [{key: line[key] for key in ("task", "rollout", "node", "complete", "calls")} for line in lines]
+
+
 def test_rest_works_through_any_member(dsn: str, tmp_path: Path) -> None:
     """What changes a task goes to its owner, and what shows all tasks comes from all members."""
     with nodes(tmp_path, dsn, "ab", module=PATIENT) as members:
@@ -143,9 +150,14 @@ def test_rest_works_through_any_member(dsn: str, tmp_path: Path) -> None:
         put_task(a, "of-a")
         imported = httpx.post(f"{task}/import", content=iter([exported[:100], exported[100:]]), timeout=60)
         assert (imported.status_code, imported.json()["records"]) == (201, 2), imported.text
-        # The rollouts of a member that has left are in the list of all trajectories too.
+        # The tasks of a member that has left are in the lists too, and so are all steps of their rollouts.
+        put_task(a, "listed")
+        before = [line for line in rollouts(b) if line["task"] == "other"]
+        assert [(line["complete"], len(line["calls"])) for line in before] == [(True, 1)]
         a.stop()
-        assert '"task":"other"' in httpx.get(f"{b.url}/api/v1/trajectories", timeout=60).text.replace(" ", "")
+        shown = httpx.get(f"{b.url}/api/v1/tasks", timeout=60).json()
+        assert [each["task"] for each in shown["items"]] == ["listed", "of-a", "of-b", "other"]
+        assert [line for line in rollouts(b) if line["task"] == "other"] == before
 
 
 def test_a_member_that_leaves_takes_no_position_along(dsn: str, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import ASK, PEER, VIEW, Kind, Passed
+from proxy.cluster.link.passing import ASK, PEER, VIEW, Passed
 from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
 from proxy.cluster.plane import ClusterPlane, PassedUpload
@@ -75,7 +75,7 @@ class Owner:
         async def send(message: AsgiMessage) -> None:
             sent.append(message)
 
-        header = (PASSED, Passed(view, number, oldest, False, "https", Kind.CALL, "t").pack())
+        header = (PASSED, Passed(view, number, oldest, False, "https", "t").pack())
         scope = {"type": "http", "path": "/t/t/r/1/x", "headers": [header], "state": {PEER: HELLO}}
         await self.plane(scope, never, send)
         assert scope["scheme"] == "https"

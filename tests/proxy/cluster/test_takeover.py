@@ -17,6 +17,7 @@ from proxy.storage.copies import (
     NoteCopy,
     RecordCopy,
     RolloutCopy,
+    StepCopy,
     TaskCopy,
     TreeCopy,
 )
@@ -58,8 +59,11 @@ def test_a_rollout_is_where_its_last_step_led() -> None:
     ended = [copy.rollout for copy in copies if isinstance(copy, EndedCopy)]
     assert ended == [rollout(7)._replace(calls=1, node=11, labels='{"reward": "1"}')]
     assert read_log([LogRow(1, 1, encode([*reading.rest()]))]).copies() == [
-        copy for copy in copies if not isinstance(copy, RecordCopy)
+        copy for copy in copies if not isinstance(copy, RecordCopy | StepCopy)
     ]
+    assert [copy for copy in copies if isinstance(copy, StepCopy)] == [
+        StepCopy(7, 0, 1, 0), StepCopy(6, 1, 1, 0), StepCopy(6, 2, 1, 0),
+    ]  # fmt: skip
 
 
 def test_latest_notes_of_running_rollouts() -> None:

@@ -67,6 +67,7 @@ class Server:
         self.turn.set()
         self.gate_second: asyncio.Event | None = None
         plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False, expect=lambda _: None)
+        plane.tunnels = None
         plane.engine = SimpleNamespace(
             counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)),
             settings=SimpleNamespace(max_connections=100),

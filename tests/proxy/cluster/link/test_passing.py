@@ -8,7 +8,7 @@ import pytest
 
 from proxy.cluster.link import passing
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import Kind, Passed, Passing, PeerLostError, in_chunks
+from proxy.cluster.link.passing import Passed, Passing, PeerLostError, in_chunks
 from proxy.http.asgi import Scope
 from proxy.http.passed_head import PASSED, head_of
 from sandboxes.listener import Headers
@@ -72,15 +72,13 @@ async def ask(own: Passing, peer: Any, body: bytes | AsyncIterator[bytes], lengt
 
 def test_one_header_is_added() -> None:
     """Those of the connection go, and what an agent says in the name of a member does."""
-    lines = head_of(SCOPE, 9, [(PASSED, Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9").pack())]).split(
-        b"\r\n"
-    )
+    lines = head_of(SCOPE, 9, [(PASSED, Passed(3, 4, 2, True, "https", "a b/\u00e9").pack())]).split(b"\r\n")
     assert lines == [
         b"POST /t/a%20b?q=1 HTTP/1.1", b"host: x", b"authorization: Bearer t", b"content-length: 9",
-        PASSED + b": 3 4 2 1 https socket a%20b%2F%C3%A9", b"", b"",
+        PASSED + b": 3 4 2 1 https a%20b%2F%C3%A9", b"", b"",
     ]  # fmt: skip
     scope: Scope = {"headers": [(b"host", b"x"), (PASSED, lines[4].partition(b": ")[2])]}
-    assert Passed.taken_from(scope) == Passed(3, 4, 2, True, "https", Kind.SOCKET, "a b/\u00e9")
+    assert Passed.taken_from(scope) == Passed(3, 4, 2, True, "https", "a b/\u00e9")
     assert scope["headers"] == [(b"host", b"x")]
     assert Passed.taken_from(scope) is None
 

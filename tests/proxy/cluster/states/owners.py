@@ -162,7 +162,8 @@ async def owner(
     data, driver = folder / str(number), driver or MemoryDriver()
     driver.porter = BulkyPorter()
     data.mkdir(mode=0o700, exist_ok=True)
-    gate = ClusterGate(number)
+    shared = SharedStates(objects)
+    gate = ClusterGate(number, shared)
     engine = build_engine(
         Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver}, gate, block=number
     )
@@ -170,7 +171,7 @@ async def owner(
     engine.snapshot_value.reuse = KEEPS_ALL
     engine.cache.costs["memory"] = Costs(replay_overhead=Mean(replay_s))
     member = Member(cast("ClusterDatabase", LogDatabase(log, number)), gate, b"secret", engine)
-    shared = SharedStates(objects, engine, gate)
+    shared.attach(engine, gate)
     await engine.open()
     shared.open()
     try:
