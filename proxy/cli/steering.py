@@ -5,7 +5,6 @@ import webbrowser
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import orjson
 import typer
 
 from proxy.cli.client import LONG_S, ControlClient, fail
@@ -56,7 +55,7 @@ def branch(
     path, end = (task, "r", name, "harness"), dict[str, Any]()
     with proxy.stream("POST", *path, within="t", json=body, timeout=None) as response:
         for line in response.iter_lines():
-            end = orjson.loads(line)
+            end = json.loads(line)
             if "turn" in end:
                 typer.echo(f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}", err=True)
     if "exit" not in end:
