@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,7 @@ def html(
             draft.open("w", encoding="utf-8") as output,
         ):
             rollouts = _Rollouts(response)
-            rows = map(json.loads, lines(rollouts.chunks()))
+            rows = map(loads, lines(rollouts.chunks()))
             if rollout is None:
                 output.writelines(tree_page(task, rows, limit=limit))
             else:

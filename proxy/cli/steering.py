@@ -2,6 +2,7 @@
 
 import sys
 import webbrowser
+from json import loads
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -55,7 +56,7 @@ def branch(
     path, end = (task, "r", name, "harness"), dict[str, Any]()
     with proxy.stream("POST", *path, within="t", json=body, timeout=None) as response:
         for line in response.iter_lines():
-            end = json.loads(line)
+            end = loads(line)
             if "turn" in end:
                 typer.echo(f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}", err=True)
     if "exit" not in end:
