@@ -11,8 +11,7 @@ import typer
 
 from forkpoint.trajectory_files import Format, TrajectoryFileError, lines, write
 from proxy.cli.client import ControlClient, fail, given
-from proxy.cli.completion import complete_rollout, complete_task
-from proxy.cli.options import JsonOption, LabelOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, TaskArgument, complete_rollout, complete_task
 from proxy.cli.output import print_json
 from proxy.cli.progress import CHUNK, items_bar, total_of
 

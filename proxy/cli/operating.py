@@ -11,8 +11,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
-from proxy.cli.completion import complete_task
-from proxy.cli.options import FileToWrite, JsonOption, NodeArgument, RootOption, SnapshotsOption, TaskArgument
+from proxy.cli.options import (
+    FileToWrite,
+    JsonOption,
+    NodeArgument,
+    RootOption,
+    SnapshotsOption,
+    TaskArgument,
+    complete_task,
+)
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 

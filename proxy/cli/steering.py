@@ -9,8 +9,7 @@ from urllib.parse import quote
 import typer
 
 from proxy.cli.client import LONG_S, ControlClient, fail
-from proxy.cli.completion import complete_node, complete_rollout
-from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument
+from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument, complete_node, complete_rollout
 from proxy.cli.output import print_json, show, write_text
 
 NodeOption = Annotated[str | None, typer.Option("--node", help="Name of a node.", autocompletion=complete_node)]
