@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -21,6 +21,9 @@ from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.exchange import ApiRequest, Awaiting, Blocking, Reply, error_of, joined, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
 from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
+
+if TYPE_CHECKING:
+    from typing import Self  # Python 3.11
 
 T = TypeVar("T")
 HttpT = TypeVar("HttpT", httpx.Client, httpx.AsyncClient)
@@ -106,7 +109,7 @@ class Rollout(RolloutOperations, _Urls, Blocking):
         begun = self._perform(self._fork(name, node, labels))
         return Rollout(self._client, self.task_name, name, begun.labels)
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         """Begin the rollout."""
         self.begin()
         return self
@@ -140,7 +143,7 @@ class AsyncRollout(RolloutOperations, _Urls, Awaiting):
         begun = await self._perform(self._fork(name, node, labels))
         return AsyncRollout(self._client, self.task_name, name, begun.labels)
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "Self":
         """Begin the rollout."""
         await self.begin()
         return self
@@ -281,7 +284,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         """Close the connections. Rollouts stay as they are. A client that is garbage closes them too."""
         self._end()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Self":
         """Return the client."""
         return self
 
@@ -359,7 +362,7 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
         """Close the connections. Rollouts stay as they are."""
         await self._http.aclose()
 
-    async def __aenter__(self) -> Self:
+    async def __aenter__(self) -> "Self":
         """Return the client."""
         return self
 

@@ -1,9 +1,9 @@
 """Why a compose file cannot be a sandbox."""
 
-from enum import StrEnum
+from enum import Enum
 
 
-class Reason(StrEnum):
+class Reason(str, Enum):
     """The reasons for which a compose file is refused. Each message names the service and the member."""
 
     MALFORMED = "malformed"

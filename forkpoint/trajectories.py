@@ -70,13 +70,13 @@ def trajectory(line: bytes) -> Trajectory:
 
 def split() -> Callable[[bytes], Iterator[bytes]]:
     """Return a function that takes the chunks of a response, and yields the lines that end in each."""
-    from proxy.transfer.trajectory_files import Lines
+    from forkpoint.trajectory_files import Lines
 
     return Lines().of
 
 
 def write(chunks: Iterable[bytes], path: Path, kind: "Format | None") -> None:
-    """Write a response to a file or a directory; see `proxy.transfer.trajectory_files.write`."""
-    from proxy.transfer.trajectory_files import write as write_file
+    """Write a response to a file or a directory; see `forkpoint.trajectory_files.write`."""
+    from forkpoint.trajectory_files import write as write_file
 
     write_file(chunks, path, kind)

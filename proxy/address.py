@@ -1,9 +1,15 @@
-"""The address of a running proxy: its URL, and the file in its data directory by which commands find it."""
+"""The address of a running proxy: its URL, and the file in its data directory by which commands find it.
+
+Also what a proxy and its commands agree on beside the API: the header with the length of a stream.
+"""
 
 import contextlib
 from pathlib import Path
 
 _FILE = "address"
+TOTAL = "x-forkpoint-total"
+"""Response header: how much a stream will have, for a progress bar. Bytes of an export, which are an estimate, and
+rollouts of trajectories."""
 
 
 def url_of(host: str, port: int) -> str:

@@ -30,7 +30,7 @@ from proxy.execution.step_notes import StepNotes
 from proxy.execution.tasks import Tasks
 from proxy.execution.tracing import Traces
 from proxy.execution.warm_forks import WarmForks
-from proxy.http.access import Access, read_tokens
+from proxy.http.access import Access, configured_access
 from proxy.http.answer_cache import Answers
 from proxy.lifecycle import STAGE_S, BackgroundWork, EngineEnd, Lifecycle
 from proxy.settings import Settings
@@ -321,7 +321,7 @@ def build_engine(
 
     survives_power_loss = settings.durability == "power"
     token = None if settings.token is None else settings.token.get_secret_value()
-    access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
+    access, counts, walkers = configured_access(token, settings.token_file), Counters(), Walkers()
     make_private(settings.data)
 
     def namespace(task: str) -> str:

@@ -60,9 +60,13 @@ def test_run_explains_its_commands() -> None:
 def test_locks_name_every_dependency_with_a_digest(lock: str) -> None:
     """A dependency that is missing from a lock would not be installed by `./run`."""
     project = (REPOSITORY / "pyproject.toml").read_text()
-    wanted = re.findall(
-        r'^    "([\w-]+)(?:\[\w+\])?[<>=]', project.partition("dependencies = [")[2].partition("\n]")[0], re.MULTILINE
-    )
+    wanted = [
+        name
+        for table in ("dependencies = [", "server = [")
+        for name in re.findall(
+            r'^    "([\w-]+)(?:\[\w+\])?[<>=]', project.partition(f"\n{table}")[2].partition("\n]")[0], re.MULTILINE
+        )
+    ]
     locked = re.findall(
         r"^([\w-]+)(?:\[\w+\])?==(\S+).*?((?:\\\n    --hash=sha256:\w+ ?)+)",
         (REPOSITORY / lock).read_text(),

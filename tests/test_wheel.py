@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+import forkpoint
 from hatch_build import ANCHOR_SOURCE, COMPILED, FLAGS, HELPER, ROOMS, compile_helper, platform_of, rewritten
 from sandboxes.linux import spawn
 from tests.machine import Proxy, data_directory, require_sandboxes
@@ -24,12 +27,49 @@ GENERIC = "proxy.py"
 
 
 @pytest.fixture(scope="module")
-def wheel() -> Iterator[Path]:
-    with TemporaryDirectory(prefix="forkpoint-wheel-test-") as folder:
-        build = "from hatchling.build import build_wheel; import sys; build_wheel(sys.argv[1])"
-        subprocess.run([sys.executable, "-c", build, folder], cwd=REPOSITORY, check=True, capture_output=True)
-        (built,) = Path(folder).glob("*.whl")
-        yield built
+def release() -> Iterator[Path]:
+    with TemporaryDirectory(prefix="forkpoint-release-test-") as folder:
+        variables = os.environ | {"PYTHON": sys.executable, "FORKPOINT_RELEASE_IMAGE": "0"}
+        subprocess.run([REPOSITORY / ".ci" / "release", folder], env=variables, check=True, capture_output=True)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def wheel(release: Path) -> Path:
+    """Return the wheel for this machine, which is the general one without a compiler."""
+    return min(release.glob("*.whl"), key=lambda path: path.name.endswith("-any.whl"))
+
+
+def test_release_has_a_wheel_for_every_system(release: Path) -> None:
+    """Besides the wheel with the helpers: macOS and Windows have the client alone, which needs none."""
+    (general,) = release.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(general) as archive:
+        assert not [name for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_release_has_source_chart_notes_and_checksums(release: Path) -> None:
+    version = forkpoint.__version__
+    names = {path.name for path in release.iterdir()}
+    assert names >= {f"forkpoint-{version}.tar.gz", f"forkpoint-chart-{version}.tgz", "NOTES.md", "SHA256SUMS"}
+    with tarfile.open(release / f"forkpoint-chart-{version}.tgz") as chart:
+        assert {"forkpoint/Chart.yaml", "forkpoint/values.yaml"} <= set(chart.getnames())
+    sums = dict(line.split("  ")[::-1] for line in (release / "SHA256SUMS").read_text().splitlines())
+    assert sums == {name: sha256((release / name).read_bytes()).hexdigest() for name in names - {"SHA256SUMS"}}
+
+
+def test_client_is_few_packages(release: Path, tmp_path: Path) -> None:
+    """An empty environment has at most 15 packages then; the commands work, and `serve` says what it needs."""
+    (general,) = release.glob("*-py3-none-any.whl")
+    python = _environment(tmp_path / "venv", general)
+    listed = "from importlib.metadata import distributions; print(*(each.name for each in distributions()))"
+    installed = set(subprocess.check_output([python, "-c", listed], text=True).lower().split())
+    assert len(installed - {"pip", "setuptools"}) <= 15, installed
+    started, listing = (
+        subprocess.run([python, "-m", "forkpoint", *arguments], capture_output=True, text=True, check=False)
+        for arguments in (["serve"], ["tasks", "--url", "http://127.0.0.1:1"])
+    )
+    assert (started.returncode, "pip install 'forkpoint[server]'" in started.stderr) == (1, True)
+    assert "No proxy answers at http://127.0.0.1:1" in listing.stderr
 
 
 def test_wheel_has_one_top_level_package(wheel: Path) -> None:
@@ -130,7 +170,7 @@ def test_unmovable_import_is_an_error() -> None:
 def test_wheel_serves_calls_beside_a_generic_proxy_package(wheel: Path, tmp_path: Path) -> None:
     """Install the wheel and PyPI's `proxy.py` into a fresh environment, start the proxy, make a miss and a hit."""
     require_sandboxes()
-    python = _environment(tmp_path / "venv", wheel, GENERIC)
+    python = _environment(tmp_path / "venv", f"{wheel}[server]", GENERIC)
     names = subprocess.run(
         [python, "-c", ("import proxy, forkpoint; print(proxy.__file__); import forkpoint.proxy.app, sys; "
          "print([name for name in ('sandboxes', 'snapshots') if name in sys.modules], forkpoint.__version__)")],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import typer
 
-from proxy.cli import data, data_directory, inspecting, launching, listing, operating, report, steering
+from proxy.cli import data, data_directory, inspecting, launching, listing, operating, report, steering, tokens
 from proxy.cli.options import with_proxy
 
 RUN = "Run a proxy"
@@ -51,6 +51,7 @@ _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (RUN, "launcher", launching.launcher, "forkpoint launcher --user forkpoint --data /var/lib/forkpoint"),
     (RUN, "up", launching.up, "forkpoint up --ray"),
     (RUN, "down", launching.down, "forkpoint down --ray"),
+    (OPERATE, "token", tokens.token, "forkpoint token create alice --tasks 'alice-*' --file tokens"),
     (OPERATE, "restore", data_directory.restore, "forkpoint restore monday.backup --data restored"),
     (OPERATE, "upgrade", data_directory.upgrade, "forkpoint upgrade --check --data forkpoint-data"),
 )

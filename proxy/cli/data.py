@@ -2,19 +2,18 @@
 
 from collections import deque
 from collections.abc import Iterator
+from json import loads
 from pathlib import Path
 from typing import Annotated
 
 import httpx
-import orjson
 import typer
 
+from forkpoint.trajectory_files import Format, TrajectoryFileError, lines, write
 from proxy.cli.client import ControlClient, fail, given
-from proxy.cli.completion import complete_rollout, complete_task
-from proxy.cli.options import JsonOption, LabelOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, TaskArgument, complete_rollout, complete_task
 from proxy.cli.output import print_json
 from proxy.cli.progress import CHUNK, items_bar, total_of
-from proxy.transfer.trajectory_files import Format, TrajectoryFileError, lines, write
 
 
 def trajectories(
@@ -90,7 +89,7 @@ def html(
             draft.open("w", encoding="utf-8") as output,
         ):
             rollouts = _Rollouts(response)
-            rows = map(orjson.loads, lines(rollouts.chunks()))
+            rows = map(loads, lines(rollouts.chunks()))
             if rollout is None:
                 output.writelines(tree_page(task, rows, limit=limit))
             else:

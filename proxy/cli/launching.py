@@ -1,7 +1,6 @@
 """Commands that start what a proxy needs beside it, or the proxies of several machines."""
 
 import os
-import pwd
 import sys
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -38,6 +37,8 @@ def launcher(
     ] = None,
 ) -> None:
     """Make sandboxes as root for a proxy that is not root (docs/deploying.md)."""
+    import pwd
+
     from sandboxes.rights import launcher_service as service
 
     try:

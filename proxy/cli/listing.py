@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from proxy.cli.client import ControlClient
-from proxy.cli.completion import complete_task
-from proxy.cli.options import JsonOption, LabelOption, TaskArgument
+from proxy.cli.options import JsonOption, LabelOption, TaskArgument, complete_task
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import render_rollouts, render_sandboxes, render_snapshots, render_stats, render_tasks
 

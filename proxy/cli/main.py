@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from importlib.metadata import version as distribution_version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import httpx
 import typer
-from pydantic import ValidationError
 from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
@@ -44,7 +44,15 @@ class _Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with _usage_as_sentence():
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except ImportError as error:
+                if sys.platform == "linux" and sys.version_info >= (3, 11) and find_spec("fastapi"):
+                    raise
+                fail(
+                    f"`forkpoint {ctx.invoked_subcommand}` needs the server, on Linux with Python 3.11 or newer: "
+                    f"pip install 'forkpoint[server]'. ({error})"
+                )
 
 
 @contextmanager
@@ -274,6 +282,7 @@ def _end_with(parent: int) -> None:
 
 def _settings(config: Path | None, **options: object) -> "Settings":
     """Return the settings. Options come first, then the environment, the config file, and the defaults."""
+    from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
     from proxy.settings import Settings

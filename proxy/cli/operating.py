@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from datetime import UTC, datetime
-from enum import StrEnum
+from datetime import datetime, timezone
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,8 +11,15 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from proxy.cli.client import LONG_S, ControlClient, fail, given
-from proxy.cli.completion import complete_task
-from proxy.cli.options import FileToWrite, JsonOption, NodeArgument, RootOption, SnapshotsOption, TaskArgument
+from proxy.cli.options import (
+    FileToWrite,
+    JsonOption,
+    NodeArgument,
+    RootOption,
+    SnapshotsOption,
+    TaskArgument,
+    complete_task,
+)
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
@@ -44,7 +51,7 @@ def verify(
     tasks = [item["name"] for item in proxy.items("tasks")] if task is None else [task]
     if task is None and (node or root):
         fail("Name the task of this node.")
-    until = None if before is None else before.replace(tzinfo=UTC).isoformat()
+    until = None if before is None else before.replace(tzinfo=timezone.utc).isoformat()
     body = {"sample": None if everything else sample, "seed": seed, "before": until}
     if any([_differs(proxy, name, node, root, body, json=json) for name in tasks]):  # noqa: C419 - each is verified
         raise typer.Exit(1)
@@ -76,7 +83,7 @@ def _differs(
     return bool(view["findings"])
 
 
-class ClusterAction(StrEnum):
+class ClusterAction(str, Enum):
     """What `forkpoint cluster` does."""
 
     STATUS = "status"

@@ -3,17 +3,17 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
-import orjson
 import typer
 from rich.console import Console, RenderableType
 
 from proxy.cli.text import printable
 
 _UNSAFE = re.compile(r"[^\n\x20-\x7e]")
-"""Matches what orjson writes as it is and a terminal may obey: C1 controls and direction marks, among letters."""
+"""Matches what `json` writes as it is and a terminal may obey: C1 controls and direction marks, among letters."""
 
 
 def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> None:
@@ -26,9 +26,14 @@ def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> N
 
 def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:
     """Print a view as JSON: what every command does with `--json`, to stderr if `beside`, a file, is `-`."""
-    option = None if one_line else orjson.OPT_INDENT_2
-    text = _UNSAFE.sub(_escaped, orjson.dumps(view, option=option).decode())
+    style: Any = {"separators": (",", ":")} if one_line else {"indent": 2}
+    text = _UNSAFE.sub(_escaped, json.dumps(view, ensure_ascii=False, default=_plain, **style))
     typer.echo(text, err=beside is not None and str(beside) == "-")
+
+
+def _plain(value: Any) -> Any:
+    """Return a dataclass as an object of JSON. Raises TypeError for another value."""
+    return asdict(value)
 
 
 def _escaped(sign: re.Match[str]) -> str:

@@ -17,8 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
+from proxy.address import TOTAL
 from proxy.cli.client import fail
-from proxy.transfer.format import TOTAL
 
 CHUNK = 1 << 20
 """Bytes that are moved at a time."""

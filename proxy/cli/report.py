@@ -10,8 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxy.cli.client import LONG_S, ControlClient
-from proxy.cli.completion import complete_task
-from proxy.cli.options import JsonOption, LabelOption
+from proxy.cli.options import JsonOption, LabelOption, complete_task
 from proxy.cli.output import show
 from proxy.cli.rendering.lists import ListColumns
 from proxy.cli.rendering.report_page import (

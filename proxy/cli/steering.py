@@ -2,15 +2,14 @@
 
 import sys
 import webbrowser
+from json import loads
 from typing import Annotated, Any
 from urllib.parse import quote
 
-import orjson
 import typer
 
 from proxy.cli.client import LONG_S, ControlClient, fail
-from proxy.cli.completion import complete_node, complete_rollout
-from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument
+from proxy.cli.options import JsonOption, NodeArgument, RolloutArgument, TaskArgument, complete_node, complete_rollout
 from proxy.cli.output import print_json, show, write_text
 
 NodeOption = Annotated[str | None, typer.Option("--node", help="Name of a node.", autocompletion=complete_node)]
@@ -56,7 +55,7 @@ def branch(
     path, end = (task, "r", name, "harness"), dict[str, Any]()
     with proxy.stream("POST", *path, within="t", json=body, timeout=None) as response:
         for line in response.iter_lines():
-            end = orjson.loads(line)
+            end = loads(line)
             if "turn" in end:
                 typer.echo(f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}", err=True)
     if "exit" not in end:

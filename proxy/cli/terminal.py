@@ -4,6 +4,7 @@ What the fork writes reaches the user's terminal as it is, escape sequences incl
 """
 
 import contextlib
+import json
 import os
 import select
 import shutil
@@ -14,7 +15,6 @@ import tty
 from collections.abc import Iterator
 from urllib.parse import quote, urlencode
 
-import orjson
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 from websockets.sync.client import ClientConnection, connect
 
@@ -76,13 +76,13 @@ def _send_input(connection: ClientConnection) -> None:
                 connection.send(typed)
             if (now := shutil.get_terminal_size()) != size:
                 size = now
-                connection.send(orjson.dumps({"resize": list(size)}).decode())
+                connection.send(json.dumps({"resize": list(size)}))
 
 
 def _detail(problem: str) -> str:
     try:
-        return str(orjson.loads(problem)["detail"])
-    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return str(json.loads(problem)["detail"])
+    except (ValueError, KeyError, TypeError):
         return "the proxy ended the terminal."
 
 

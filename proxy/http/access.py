@@ -13,8 +13,12 @@ from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote
 
+import structlog
+
 from proxy.http.asgi import ReceivedHeaders, Scope
 from proxy.refusals import RefusalError
+
+log = structlog.get_logger()
 
 HEADER = b"x-forkpoint-token"
 IDENTITY = (b"x-forkpoint-task", b"x-forkpoint-rollout")
@@ -62,6 +66,7 @@ class Grant:
 
     patterns: tuple[str, ...] = ()  # Shell patterns of the names of visible tasks; empty means all tasks.
     rollout: str = ""  # The only rollout that the request may read, change or fork; empty for no such limit.
+    name: str = ""  # Of the token, which rollouts have as their label `owner`; empty for a token without a name.
 
     @property
     def whole(self) -> bool:
@@ -107,11 +112,11 @@ class Token:
     length: int = 0  # In characters; 0 if only its digest was configured.
 
 
-def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
+def read_tokens(token: str | None, file: Path | None, *, may_be_empty: bool = False) -> tuple[Token, ...]:
     """Return the configured tokens: one that may see everything, and those of a file.
 
-    The file has a line `TOKEN [PATTERN…]` or `sha256:DIGEST [PATTERN…]` for each token, and comments after #. Raises
-    AccessError if a token is malformed or doubled, or the file cannot be read or is empty.
+    The file has a line `TOKEN [@NAME] [PATTERN…]` or `sha256:DIGEST [@NAME] [PATTERN…]` for each token, and comments
+    after #. Raises AccessError if a token is malformed or doubled, or the file cannot be read or is empty.
     """
     lines: list[tuple[str, tuple[str, ...]]] = [] if token is None else [(token, ())]
     if file is not None:
@@ -120,16 +125,60 @@ def read_tokens(token: str | None, file: Path | None) -> tuple[Token, ...]:
         except (OSError, UnicodeDecodeError) as error:
             raise AccessError(f"token_file {file} cannot be read: {error}") from error
         fields = [line.split() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#")]
-        if not fields:
+        if not fields and not may_be_empty:
             raise AccessError(f"token_file {file} holds no token: write one token a line, of 16 characters or more")
         lines += [(field[0], tuple(field[1:])) for field in fields]
     tokens = tuple(
-        Token(_digest(number, text), Grant(patterns), 0 if text.startswith(_DIGEST) else len(text))
+        Token(_digest(number, text), _grant(patterns), 0 if text.startswith(_DIGEST) else len(text))
         for number, (text, patterns) in enumerate(lines, 1)
     )
     if len({known.digest for known in tokens}) < len(tokens):
         raise AccessError("a token is configured twice")
     return tokens
+
+
+def _grant(fields: tuple[str, ...]) -> Grant:
+    """Return what a line of the file grants, from what follows the token. Names of tasks never begin with @."""
+    if fields and fields[0].startswith("@"):
+        return Grant(fields[1:], name=fields[0][1:])
+    return Grant(fields)
+
+
+class TokenFile:
+    """Reads the configured tokens again whenever the file has changed, in each process by itself."""
+
+    def __init__(self, token: str | None, file: Path) -> None:
+        self._token = token
+        self._file = file
+        self._seen = self._stamp()
+
+    def changed(self) -> tuple[Token, ...] | None:
+        """Return the tokens if the file has changed; None if it has not, or cannot be used, which is logged."""
+        stamp = self._stamp()
+        if stamp == self._seen:
+            return None
+        # Taken before the file is read: a change in between is noticed the next time.
+        self._seen = stamp
+        try:
+            tokens = read_tokens(self._token, self._file, may_be_empty=True)
+        except AccessError as error:
+            log.warning("access.tokens_kept", error=str(error))
+            return None
+        log.info("access.tokens_read", tokens=len(tokens))
+        return tokens
+
+    def _stamp(self) -> tuple[int, int, int]:
+        try:
+            state = self._file.stat()
+        except OSError:
+            return (0, 0, 0)
+        return state.st_mtime_ns, state.st_size, state.st_ino
+
+
+def configured_access(token: str | None, file: Path | None) -> "Access":
+    """Return the access of a proxy's settings. Raises AccessError."""
+    watched = None if file is None else TokenFile(token, file)
+    return Access(read_tokens(token, file), watched)
 
 
 def _digest(number: int, text: str) -> bytes:
@@ -149,10 +198,15 @@ def _digest(number: int, text: str) -> bytes:
 class Access:
     """Authorises requests, before anything else looks at them."""
 
-    def __init__(self, tokens: Sequence[Token]) -> None:
+    def __init__(self, tokens: Sequence[Token], file: TokenFile | None = None) -> None:
+        self._file = file
+        # For as long as the proxy runs: where the last token of the file is revoked, all requests are refused.
+        self.needs_token = bool(tokens)
+        self._use(tokens)
+
+    def _use(self, tokens: Sequence[Token]) -> None:
         self._tokens = tuple(tokens)
         self._lengths = {token.length for token in tokens if token.length}
-        self.needs_token = bool(tokens)
 
     def namespace(self, task: str) -> str:
         """Return the namespace of a task's shared trees; empty for none. Other tokens' tasks do not share it."""
@@ -175,7 +229,9 @@ class Access:
         Raises RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
         """
         path: str = scope["path"]
-        if not self._tokens or path in _PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDERS):
+        if self._file is not None and (tokens := self._file.changed()) is not None:
+            self._use(tokens)
+        if not self.needs_token or path in _PUBLIC_PATHS or path.startswith(_PUBLIC_FOLDERS):
             return ALL
         task, rollout = _named(scope)
         presented = list(_presented(scope["headers"]))

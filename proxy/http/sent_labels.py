@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
+from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import ReceivedHeaders, Scope
 from proxy.tree.labels import parsed
 
 HEADER = b"x-forkpoint-labels"
 """The header with labels. It goes to no tool server."""
+OWNER = "owner"
+"""The label with the name of the token that began a rollout."""
 _PARAMETER = b"forkpoint-labels="
 """The query parameter with labels. It is removed from the query, so that no key and no tool server has it."""
 _SENT = "forkpoint.labels"
@@ -32,4 +35,10 @@ def labels_of(scope: Mapping[str, Any], headers: ReceivedHeaders) -> dict[str, s
     # Decoded twice, here as the value of a query, and then as the value of a label.
     in_query = parsed(unquote_to_bytes(scope.get(_SENT, b"")))
     in_header = parsed(b",".join(value for name, value in headers if name == HEADER))
-    return {**in_query, **in_header}
+    return owned({**in_query, **in_header}, scope)
+
+
+def owned(labels: Mapping[str, str], scope: Mapping[str, Any]) -> dict[str, str]:
+    """Return a new rollout's labels with the name of the request's token as their owner, if the token has a name."""
+    name = scope.get(GRANT, ALL).name
+    return {**labels, OWNER: name} if name else dict(labels)

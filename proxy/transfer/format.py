@@ -27,9 +27,6 @@ MAX_PART_BYTES = 1 << 29
 """Largest part in bytes, packed or unpacked. No answer is as large; the limit keeps a false file from taking memory."""
 CHUNK_BYTES = 1 << 20
 """Size of the pieces in which a unit travels: the reader holds one in memory."""
-TOTAL = "x-forkpoint-total"
-"""Response header: how much a stream will have, for a progress bar. Bytes of an export, which are an estimate, and
-rollouts of trajectories."""
 EntryKind = Literal["manifest", "blob", "zblob", "batch", "snapshot", "part", "chunk", "seal"]
 _KINDS = frozenset(get_args(EntryKind))
 _END = bytes(2 * BLOCK)

@@ -15,6 +15,7 @@ import orjson
 import structlog
 from starlette.responses import StreamingResponse
 
+from proxy.address import TOTAL
 from proxy.control.paging import packed_cursor, unpacked_cursor
 from proxy.control.reports import ReportPart, report_of
 from proxy.control.routes.transfer import MEDIA_TYPE as BUNDLE_TYPE
@@ -23,7 +24,6 @@ from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
-from proxy.transfer.format import TOTAL
 from proxy.workers.merging import (
     added,
     merged_metrics,

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import orjson
 
+from proxy.cli.client import details_of, problem
 from proxy.cli.replay.report import CallId, ReplayedCall, ReplayRun, ToolAnswer, read_source, spent
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
 
@@ -188,7 +189,7 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
 def read_outcome(response: httpx.Response, request: WorkloadRequest) -> ReplayedCall:
     """Return the result in a response: an error if it is the proxy's own, or no command's result for a command."""
     outcome = ReplayedCall(request.shown, 0.0, source=read_source(response.headers.get("Cache-Status", "")))
-    kind = _details(response).get("type")
+    kind = details_of(response).get("type")
     refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
     if refused or (request.is_command and not response.is_success):
         return replace(outcome, error=problem(response), source=None)
@@ -203,26 +204,11 @@ def read_outcome(response: httpx.Response, request: WorkloadRequest) -> Replayed
         return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", source=None)
 
 
-def problem(response: httpx.Response) -> str:
-    """Return an error response in one line: the status, then title and detail of its problem details (RFC 9457)."""
-    details = _details(response)
-    text = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name)) or response.text[:200]
-    return f"{response.status_code} {text or response.reason_phrase}"
-
-
 def _is_worth_retry(response: httpx.Response) -> bool:
     # Other 503 responses are errors: a call that crashes its sandbox would crash it again.
     if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        return _details(response).get("type") == OVERLOADED
+        return details_of(response).get("type") == OVERLOADED
     return response.status_code == httpx.codes.TOO_MANY_REQUESTS
-
-
-def _details(response: httpx.Response) -> dict[str, Any]:
-    try:
-        details = orjson.loads(response.content)
-    except orjson.JSONDecodeError:
-        return {}
-    return details if isinstance(details, dict) else {}
 
 
 def _pause_s(response: httpx.Response) -> float:

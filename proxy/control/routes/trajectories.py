@@ -5,10 +5,10 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
+from proxy.address import TOTAL
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
 from proxy.names import NAME_PATTERN
-from proxy.transfer.format import TOTAL
 from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, count_rollouts, trajectories
 
 MEDIA_TYPE = "application/jsonl"

@@ -12,13 +12,13 @@ from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
+from proxy.address import TOTAL
 from proxy.control.routes.files import chunks
 from proxy.control.routes.params import WHOLE, ControlDep, TaskDep, TaskName, TreeDep, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.backup import back_up, known_nodes
 from proxy.transfer.backup import pieces
-from proxy.transfer.format import TOTAL
 
 MEDIA_TYPE = "application/x-tar"
 """The media type of an exported tree."""

@@ -52,6 +52,7 @@ ARGUMENTS: Mapping[str, str] = {
     "snapshots": "",
     "stats": "",
     "tasks": "",
+    "token": "create carol --tasks 'carol-*' --file FOLDER/tokens",
     "top": "--once",
     "trajectories": "FOLDER/demo.jsonl demo",
     "tree": "demo",

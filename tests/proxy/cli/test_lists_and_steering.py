@@ -14,8 +14,8 @@ from forkpoint.address import DEFAULT_URL
 from proxy.address import read_address, write_address
 from proxy.cli.client import ControlClient, proxy_url
 from proxy.cli.commands import _COMMANDS, _OFFLINE
-from proxy.cli.completion import complete_node, complete_rollout, complete_task, description
 from proxy.cli.main import app
+from proxy.cli.options import complete_node, complete_rollout, complete_task, description
 from proxy.cli.rendering.lists import ListColumns, render_tasks
 from tests.proxy.cli.typing_commands import as_json, proxy, typed
 from tests.proxy.serving import Running, serving

@@ -3,6 +3,7 @@
 import json
 import socket
 from collections.abc import Iterator
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 from websockets.typing import Origin, Subprotocol
 
-from proxy.http.access import ALL, Access, AccessError, Grant, read_tokens
+from proxy.cli.main import app
+from proxy.http.access import ALL, Access, AccessError, Grant, configured_access, read_tokens
 from proxy.names import is_loopback
+from proxy.refusals import RefusalError
 from proxy.settings import Settings
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.dialects.test_sql_endpoint import make
@@ -220,6 +224,56 @@ def test_token_file_may_hold_digests(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(AccessError, match=says):
             read_tokens(None, file)
+
+
+def test_changed_token_file_needs_no_restart(tmp_path: Path) -> None:
+    """A new token is known at the next request, a revoked one unknown; a file that cannot be used changes nothing."""
+    file = tmp_path / "tokens"
+    run = partial(CliRunner().invoke, app, env={"FORKPOINT_TOKEN_FILE": str(file)})
+    alice = run(["token", "create", "alice", "--tasks", "alice-*"]).stdout.strip()
+    access = configured_access(None, file)
+
+    def admitted(token: str) -> Grant | None:
+        headers = [(b"x-forkpoint-token", token.encode())]
+        try:
+            return access.admit({"path": "/api/v1/tasks", "headers": headers}, lambda _: None)
+        except RefusalError:
+            return None
+
+    assert admitted(alice) == Grant(("alice-*",), name="alice")
+    bob = json.loads(run(["token", "create", "bob", "--json"]).stdout)["token"]
+    assert (admitted(bob), admitted(alice)) == (Grant(name="bob"), Grant(("alice-*",), name="alice"))
+    assert json.loads(run(["token", "list", "--json"]).stdout) == [
+        {"name": "alice", "tasks": ["alice-*"]}, {"name": "bob", "tasks": []},
+    ]  # fmt: skip
+    assert run(["token", "create", "bob"]).exit_code == 1
+    assert (alice in file.read_text(), file.stat().st_mode & 0o777) == (False, 0o600)
+    assert run(["token", "revoke", "alice"]).exit_code == 0
+    assert (admitted(alice), admitted(bob)) == (None, Grant(name="bob"))
+    file.write_text(f"{file.read_text()}short\n")
+    assert admitted(bob) == Grant(name="bob")
+    file.write_text("# nobody\n")
+    # Never open to all: with the last token revoked, every request is refused.
+    assert (admitted(bob), admitted(""), access.needs_token) == (None, None, True)
+
+
+def test_rollouts_have_the_name_of_their_token(tmp_path: Path) -> None:
+    """So `report --by owner` says what each person used. A client cannot name another owner."""
+    file = tmp_path / "tokens"
+    file.write_text(f"{ALICE} @alice alice-*\n{BOB} @bob\n")
+    with serving(tmp_path / "data", token_file=file) as running:
+        labels = {"x-forkpoint-labels": "owner=bob,run=r7"}
+        called = running.client.post(
+            "/t/alice-1/r/1/shell/exec", json={"command": "true"}, headers={**labels, "x-forkpoint-token": ALICE}
+        )
+        assert called.is_success
+        rollouts = "/api/v1/tasks/alice-1/rollouts"
+        begun = respond(running, "POST", rollouts, BOB, json={"rollout": "2", "labels": {"owner": "alice"}})
+        assert begun.json()["labels"] == {"owner": "bob"}
+        changed = respond(running, "PATCH", f"{rollouts}/1/labels", BOB, json={"owner": "bob", "reward": 1})
+        assert changed.status_code == 403
+        listed = respond(running, "GET", rollouts, ALICE).json()["items"]
+        assert {each["rollout"]: each["labels"]["owner"] for each in listed} == {"1": "alice", "2": "bob"}
 
 
 def test_rollout_token_is_shown_once(closed_proxy: Running) -> None:

@@ -14,16 +14,22 @@ import pytest
 from pyarrow import parquet
 from typer.testing import CliRunner
 
-from forkpoint import AsyncClient, Client
+from forkpoint import AsyncClient, Client, trajectory_files
+from forkpoint.trajectory_files import TrajectoryFileError, lines, write
 from proxy.cli.main import app
 from proxy.storage.journal_segments import JournalEntry
-from proxy.transfer import trajectory_files
 from proxy.transfer.trajectories import TrajectoryRequest, trajectories
-from proxy.transfer.trajectory_files import TrajectoryFileError, lines, write
 from proxy.tree.rollout import Outcome
+from sandboxes.calls import MARKS
 from tests.proxy.rig import engine
 from tests.proxy.serving import Running, serving
 from tests.proxy.transfer.rig import walked
+
+
+def test_columns_of_marks_are_the_marks_of_calls() -> None:
+    """The client names them itself, because it loads no room of the proxy."""
+    assert tuple(MARKS) == trajectory_files.MARKS
+
 
 SEPARATORS = "line\u2028separator\u0085next\x00nul"
 PICTURE = b"\x89PNG\xff\xfe"

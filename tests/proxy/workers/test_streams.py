@@ -7,9 +7,9 @@ import orjson
 import pytest
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from proxy.address import TOTAL
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.shares import Share
-from proxy.transfer.format import TOTAL
 from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers

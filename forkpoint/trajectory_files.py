@@ -3,17 +3,16 @@
 This runs in commands and in other programs, and loads nothing of the proxy. It alone imports pyarrow (extra `parquet`).
 """
 
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
-from sandboxes.calls import MARKS
-
 Format = Literal["jsonl", "parquet", "hf"]
+MARKS = ("timeout", "memory", "disk", "pids", "output", "broken", "machine")
+"""The marks of calls, which a test compares with those of the proxy."""
 _GROUP_BYTES = 8 << 20
 """JSON bytes of the rows that one row group holds. As objects in memory they take up to ten times as much."""
 _SHARD_BYTES = 1 << 30
@@ -132,7 +131,7 @@ def _write_shard(rows: Iterator[bytes], path: Path) -> None:
     schema = _schema(pa)
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         while True:
-            group = [_row(orjson.loads(line)) for line in _up_to(rows, _GROUP_BYTES)]
+            group = [_row(json.loads(line)) for line in _up_to(rows, _GROUP_BYTES)]
             if not group:
                 return
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
@@ -146,7 +145,7 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **line,
         **named,
-        "labels": orjson.dumps(labels).decode(),
+        "labels": json.dumps(labels, ensure_ascii=False, separators=(",", ":")),
         **{f"total_{name}": totals[name] for name in totals},
         **{f"mark_{mark}": line["marks"].get(mark, 0) for mark in MARKS},
     }
