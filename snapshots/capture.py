@@ -175,10 +175,10 @@ class Capture(Generic[N]):
         try:
             # 2. The delay ends early if a call waits for the sandbox or for its room (`freeze_now`).
             async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
+                await settle(sandbox)
                 if not fulfils(sandbox, EarlyFreezing):
                     await self._freeze(sandbox, tree, node, slot.live_from)
                     return
-                await settle(sandbox)
                 start, age_s = time.perf_counter(), _age_s(slot.live_from)
                 try:
                     frozen = await sandbox.begin_freeze()
