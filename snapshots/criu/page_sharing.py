@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +34,9 @@ _AT_ONCE = 64 * _PAGE
 """Bytes that are compared at once, before single pages are."""
 MOST_PARENTS = 20
 """How many parents lie behind one another. Each holds some ten files, and CRIU looks pages up in each of them."""
-_WORTH = 0.6
-"""The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others."""
+_WORTH = 0.9
+"""The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others.
+An estimate: each parent costs a restore some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,12 @@ def share(images: Path, base: Path) -> bool:
     """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it."""
     # A base that is gone, or that is no checkpoint of the same processes, shares nothing. If it fails, the images are
     # as they were.
-    if not base.is_dir() or _depth(base) >= MOST_PARENTS:
+    if not base.is_dir():
         return False
+    if _depth(base) >= MOST_PARENTS:
+        # A chain begins anew at its first checkpoint, which has most of the pages still.
+        while (base / PARENT).is_dir():
+            base /= PARENT
     shared: list[tuple[Path, bytes, list[Range]]] = []
     total = kept = 0
     with ExitStack() as stack:
@@ -83,22 +89,27 @@ def share(images: Path, base: Path) -> bool:
     return True
 
 
-def read(path: Path) -> tuple[bytes, list[Range]]:
+def read(path: Path) -> tuple[bytes, tuple[Range, ...]]:
     """Return the begin of a pagemap up to its ranges, and the ranges. Raises ValueError for a file that is none."""
-    data, messages, at = path.read_bytes(), [], _MAGIC_BYTES
-    first = 0
     try:
-        while at < len(data):
-            (length,) = struct.unpack_from("=I", data, at)
-            at += 4
-            if not first:
-                first = at + length
-            else:
-                messages.append(_fields(data[at : at + length]))
-            at += length
-        return data[:first], [Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages]
+        return _parsed(path.read_bytes())
     except (struct.error, IndexError, KeyError) as error:
         raise ValueError(f"{path.name} is no pagemap: {error!r}") from error
+
+
+# The pagemaps of all parents are read for each checkpoint, and parsing them takes the most time.
+@lru_cache(maxsize=512)
+def _parsed(data: bytes) -> tuple[bytes, tuple[Range, ...]]:
+    messages, first, at = list[dict[int, int]](), 0, _MAGIC_BYTES
+    while at < len(data):
+        (length,) = struct.unpack_from("=I", data, at)
+        at += 4
+        if not first:
+            first = at + length
+        else:
+            messages.append(_fields(data[at : at + length]))
+        at += length
+    return data[:first], tuple(Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages)
 
 
 class _Place(NamedTuple):
