@@ -51,21 +51,24 @@ class Checkpointer(Protocol):
         """Return the bytes that the checkpoints among `names` occupy on disk. Blocking."""
         ...
 
-    def added_bytes(self, name: str) -> int:
-        """Return the bytes on disk that a checkpoint takes beyond what it shares with earlier ones. Blocking."""
-        ...
-
     def drop(self, names: Iterable[str]) -> None:
         """Delete the checkpoints among `names`; other names are ignored. Blocking."""
         ...
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
-        """Save a process tree, whose processes then run on; return the new checkpoint's name.
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
+        """Save a process tree, whose processes then run on; return the name under which to `finish` its checkpoint.
 
-        `root_pid` is the tree's root, as a pid of the sandbox's namespace. `base` is the checkpoint that the processes
-        come from, or of which they are a later state: what it has need not be kept twice. None, or one that is gone,
-        stands for no base. Raises NotFreezableError, with the program's reason, if the processes cannot be saved, and
-        SandboxError if the machine failed.
+        `root_pid` is the tree's root, as a pid of the sandbox's namespace. Raises NotFreezableError, with the program's
+        reason, if the processes cannot be saved, and SandboxError if the machine failed.
+        """
+        ...
+
+    async def finish(self, name: str, base: str | None) -> int:
+        """Complete a checkpoint; return the bytes on disk that it takes beyond what it shares with earlier ones.
+
+        `base` is the checkpoint that the processes come from, or of which they are a later state: what it has need not
+        be kept twice. None, or one that is gone, stands for no base. Raises SandboxError if that fails: then the
+        checkpoint is gone.
         """
         ...
 
@@ -98,15 +101,15 @@ class NoCheckpointer:
         """Return 0."""
         return 0
 
-    def added_bytes(self, name: str) -> int:  # noqa: ARG002
-        """Return 0."""
-        return 0
-
     def drop(self, names: Iterable[str]) -> None:
         """Do nothing: there are no checkpoints."""
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
         """Fail: drivers call this only where `is_available` returned True."""
+        raise NotImplementedError
+
+    async def finish(self, name: str, base: str | None) -> int:
+        """Fail: there are no checkpoints."""
         raise NotImplementedError
 
     async def restore(

@@ -151,10 +151,10 @@ class Settling(Protocol):
 
 @runtime_checkable
 class EarlyFreezing(Protocol):
-    """A sandbox that runs on while a state of it travels."""
+    """A sandbox that runs on while a frozen state of it is completed."""
 
     async def begin_freeze(self) -> Awaitable[FrozenState]:
-        """Freeze the state as `Sandbox.freeze` does, but return what to await for it: the next call may run now."""
+        """Freeze the state as `Sandbox.freeze` does, but return what must be awaited for it: the next call may run."""
         ...
 
 

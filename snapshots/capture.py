@@ -64,7 +64,7 @@ class Capture(Generic[N]):
         """
         self._cache, self._pool, self._counters, self._save_node = cache, pool, counters, save_node
         self._freezes = TaskOwner()
-        # The nodes whose states travel from another machine, and what is set when they are here.
+        # The nodes whose sandboxes run on while their frozen states are completed, and what is set when they are.
         self._arriving = dict[N, asyncio.Event]()
         self._taken = taken
 
@@ -79,7 +79,7 @@ class Capture(Generic[N]):
         self._freezes.spawn("freeze", self._freeze_later(slot, tree, node))
 
     async def arrival(self, node: N) -> None:
-        """Wait for a state of the node that is on its way from another machine."""
+        """Wait for a frozen state of the node that is being completed."""
         if (arriving := self._arriving.get(node)) is not None:
             await arriving.wait()
 
@@ -92,6 +92,10 @@ class Capture(Generic[N]):
         # Only a leased sandbox may be frozen (`sandboxes.pool.lifecycle`), so a person's request leases it first too.
         self._pool.begin_freeze(slot)
         async with self._pool.freezing(slot) as sandbox:
+            # The state may be on its way from here.
+            await self.arrival(node)
+            if node.snapshot is not None:
+                return True
             refusal = await self._freeze(sandbox, tree, node, slot.live_from)
         # Raised outside the block, which closes the sandbox on any error.
         if refusal is not None:
@@ -110,7 +114,7 @@ class Capture(Generic[N]):
         await settle(sandbox)
         # 3. The driver freezes. From here to `attach` the sandbox is not leased to any call.
         start = time.perf_counter()
-        age_s = max(0.0, time.monotonic() - live_from)
+        age_s = _age_s(live_from)
         return self._keep(await sandbox.freeze(), tree, node, start, age_s)
 
     def _keep(
@@ -178,21 +182,26 @@ class Capture(Generic[N]):
         try:
             # 2. The delay ends early if a call waits for the sandbox or for its room (`freeze_now`).
             async with self._pool.freezing(slot, after_s=FREEZE_DELAY_S) as sandbox:
+                await settle(sandbox)
                 if not fulfils(sandbox, EarlyFreezing):
                     await self._freeze(sandbox, tree, node, slot.live_from)
                     return
-                start = time.perf_counter()
+                start, age_s = time.perf_counter(), _age_s(slot.live_from)
                 try:
-                    arriving = await sandbox.begin_freeze()
+                    frozen = await sandbox.begin_freeze()
                 except NotFreezableError as refusal:
                     node.unfreezable = str(refusal)
                     return
                 # Noted before a call may run: one that changes nothing would freeze the state again.
-                self._arriving[node] = asyncio.Event()
+                arrived = asyncio.Event()
+                arriving = self._arriving.setdefault(node, arrived)
             try:
-                self._keep(await arriving, tree, node, start)
+                self._keep(await frozen, tree, node, start, age_s)
             finally:
-                self._arriving.pop(node).set()
+                arrived.set()
+                # Of two sandboxes at the node, the one that froze first is waited for.
+                if arriving is arrived:
+                    del self._arriving[node]
         # The pool has closed the sandbox by now. Calls that need its state replay, so the error ends here.
         except (SandboxError, OSError) as error:
             self._report(node, error)
@@ -210,3 +219,7 @@ class Capture(Generic[N]):
     def _report(self, node: N, error: Exception) -> None:
         self._counters.failure("freeze")
         log.warning("freeze failed", node=node.id, error=str(error))
+
+
+def _age_s(live_from: float) -> float:
+    return max(0.0, time.monotonic() - live_from)

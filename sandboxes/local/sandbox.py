@@ -7,7 +7,8 @@ Theory of operation. The sandbox's root is an overlay: an *upper*, which it writ
    Both run in the background after the call has its result; the next call waits for them (`Guest.settle`).
 2. Freezing without live processes then costs nothing: the stack of layers and the sessions' dumps *are* the state.
 3. Freezing with live processes cannot exchange the upper, because they have files of it open. CRIU freezes and dumps
-   them; meanwhile the upper is copied into a new layer (`_checkpoint`).
+   them; meanwhile the upper is copied into a new layer (`_checkpoint`). Then they run on, and the next call may come,
+   while the checkpoint is completed (`_complete`). The next freeze waits for that.
 4. Many small layers are merged into one, so that lookups stay cheap (`SandboxLayers`).
 
 `SandboxLayers` has the layers. Those in `_held` are in a state that the caller does not know of yet.
@@ -18,7 +19,8 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.calls import Course, Execution, ToolCall, ToolResult
@@ -114,8 +116,9 @@ class LocalSandbox:
         self.pristine: dict[str, Any] | None = None
         self._held: tuple[str, ...] = ()
         self._is_still = False
-        # The checkpoint that its processes come from, or the last one that was made of them.
+        # The checkpoint that its processes come from, or the last one that was made of them, and its completion.
         self._images: str | None = None
+        self._completing: asyncio.Task[int] | None = None
         self._sealed: LayerState | None = None
         self._machine = machine
         self._base = base
@@ -401,20 +404,38 @@ class LocalSandbox:
 
     async def freeze(self, *, root: bool = False) -> FrozenState:
         """Freeze the sandbox; see `Sandbox.freeze`. A freeze that is cancelled kills the sandbox."""
+        return await (await self.begin_freeze(root=root))
+
+    async def begin_freeze(self, *, root: bool = False) -> Awaitable[FrozenState]:
+        """See `EarlyFreezing.begin_freeze`. If it is cancelled, the sandbox is dead."""
         # In the root state of a spec, hard links to files of the base are allowed: copying them up breaks them for all
         # sandboxes of the spec alike.
         await self.guest.settle()
+        # One completion at a time: the next checkpoint shares pages with this one.
+        if self._completing is not None:
+            await asyncio.wait([self._completing])
         was_still = self._is_still
         self._move_on()
         try:
             try:
-                return await self._freeze(root=root)
+                frozen = await self._freeze(root=root)
             finally:
                 if was_still and self.alive:
                     await self._stand_still()
         except asyncio.CancelledError:
             self.link.die("its freezing was cancelled")
             raise
+        return self._completed(frozen)
+
+    async def _completed(self, frozen: FrozenState) -> FrozenState:
+        """Return a state whose checkpoint, if any, is complete."""
+        if frozen.kind != "processes":
+            return frozen
+        assert self._completing is not None, "only a checkpoint makes such a state"
+        # The sandbox may be closed meanwhile, and no snapshot names the parts yet.
+        with self._machine.holding(frozen.parts):
+            added = await asyncio.shield(self._completing)
+        return replace(frozen, size_bytes=frozen.size_bytes + added)
 
     async def _freeze(self, *, root: bool) -> FrozenState:
         self._tools.require_still()
@@ -467,9 +488,9 @@ class LocalSandbox:
                 self._held = (copies[0].id,)
                 await asyncio.to_thread(self._layers.copy_upper, copies[0], _meta(state), held.body)
 
-        checkpointer, layers = self._machine.checkpointer, self._machine.layers
+        layers = self._machine.layers
         try:
-            images = await self._dump(start_criu, tree.pid, copy_files)
+            before, images = self._images, await self._dump(start_criu, tree.pid, copy_files)
         except BaseException:
             self._held = ()
             # Nothing refers to the copies, so they go at once.
@@ -477,26 +498,32 @@ class LocalSandbox:
             raise
         self._images = images
         layer = tuple(copy.id for copy in copies)
-        # Held until the next freeze: the caller learns the names only when this method returns.
+        # Held until the next freeze: the caller learns the names later.
         self._held = (*layer, images)
         stack = (*layer, *self._layers.stack)
         payload = self._payload(states[-1], stack)
         payload |= {"images": images, "checkpoint": states[-1].checkpoint, "young_s": self.settle_s}
         # Before any other await: a sandbox that is closed meanwhile deletes the layers that no frozen state has.
         added = self._layers.keep() + sum(map(layers.size_bytes, layer))
-        added += await asyncio.to_thread(checkpointer.added_bytes, images)
-        return FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
+        frozen = FrozenState("local", "processes", payload, added, states[-1].state.digest, (*stack, images))
+        completion = self._complete(frozen.parts, images, before)
+        self._completing = self._machine.background.spawn(f"complete {images}", completion, awaited=True)
+        return frozen
+
+    async def _complete(self, parts: tuple[str, ...], images: str, before: str | None) -> int:
+        with self._machine.holding(parts):
+            return await self._machine.checkpointer.finish(images, before)
 
     async def _dump(self, start: ProgramStarter, pid: int, on_frozen: FreezeHook) -> str:
         """Dump the processes, and again if a connection was just being made: its server accepts it a moment later."""
         for pause_s in _UNACCEPTED_S:
             try:
-                return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
+                return await self._machine.checkpointer.dump(start, pid, on_frozen)
             except NotFreezableError as error:
                 if "In-flight connection" not in str(error):
                     raise
             await asyncio.sleep(pause_s)
-        return await self._machine.checkpointer.dump(start, pid, on_frozen, self._images)
+        return await self._machine.checkpointer.dump(start, pid, on_frozen)
 
     async def _seal(self) -> None:
         """Make a layer of what a call wrote, whether or not its state will be kept."""

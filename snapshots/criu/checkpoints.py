@@ -7,7 +7,7 @@ notification:
 1. `query-ext-files`: it has frozen the processes of a dump and looked nothing up yet. The operator looks at all names
    that they hold, and lists the mapped files that CRIU cannot open by itself.
 2. `post-dump`: the images of a dump are written. `on_frozen` copies the sandbox's files, so files and memory are of the
-   same moment. Then the processes run on.
+   same moment. Then the processes run on, also while `finish` completes the checkpoint.
 3. `pre-resume`: a restore is done but for letting the processes run. The operator lets them follow links again.
    Processes that stand still between calls are frozen here, and CRIU's end does not let them run.
 """
@@ -94,10 +94,6 @@ class CriuCheckpointer:
         """Return the bytes on disk of the checkpoints among `names`."""
         return sum(_disk_bytes(self._directory / name) for name in self.names().intersection(names))
 
-    def added_bytes(self, name: str) -> int:
-        """Return the bytes on disk that a checkpoint takes beyond those that it shares with earlier ones."""
-        return sum(path.stat().st_blocks * 512 for path in (self._directory / name).iterdir())
-
     def drop(self, names: Iterable[str]) -> None:
         """Delete the checkpoints among `names`."""
         for name in self.names().intersection(names):
@@ -105,11 +101,11 @@ class CriuCheckpointer:
 
     # -- dump and restore --------------------------------------------------------------------------------------------
 
-    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook, base: str | None = None) -> str:
+    async def dump(self, start: ProgramStarter, root_pid: int, on_frozen: FreezeHook) -> str:
         """Save a process tree, which runs on, and return the name of its images. See `Checkpointer.dump`."""
         name = f"images-{secrets.token_hex(8)}"
         images = self._directory / name
-        # Hidden from `names` until the end, so that no collection deletes it and no restore uses it.
+        # Hidden from `names` until `finish`, so that no collection deletes it and no restore uses it.
         self._unfinished.add(name)
         images.mkdir(parents=True)
         # The images hold the memory of the sandbox's processes.
@@ -135,11 +131,9 @@ class CriuCheckpointer:
             # Without the hook there is no copy of the files, so these images would be restored on other files.
             if not was_frozen:
                 raise NotFreezableError("CRIU ended without a notification that the processes were frozen")  # noqa: TRY301
-            # The processes run on meanwhile.
-            await asyncio.to_thread(self._finish, images, base)
         except BaseException as error:
             # Whatever the error is, including cancellation: incomplete images are of no use.
-            await asyncio.to_thread(remove_tree, images)
+            await self._remove(name)
             if isinstance(error, CriuError):
                 # This process tree cannot be dumped; the sandbox is unharmed.
                 raise NotFreezableError(f"CRIU: {error}{_hint(error)}") from error
@@ -147,16 +141,29 @@ class CriuCheckpointer:
                 # CRIU never ran: the fault is the sandbox's or the machine's.
                 raise SandboxError(f"CRIU could not be started: {error}") from error
             raise
-        finally:
-            self._unfinished.discard(name)
         return name
 
-    def _finish(self, images: Path, base: str | None) -> None:
+    async def finish(self, name: str, base: str | None) -> int:
+        """Complete a checkpoint, in a thread. See `Checkpointer.finish`."""
+        try:
+            added = await asyncio.to_thread(self._finish, self._directory / name, base)
+        except (OSError, ValueError) as error:
+            await self._remove(name)
+            raise SandboxError(f"the checkpoint of its processes could not be completed: {error}") from error
+        self._unfinished.discard(name)
+        return added
+
+    def _finish(self, images: Path, base: str | None) -> int:
         if base is not None:
             # The base may be deleted just now; then nothing is shared.
             with contextlib.suppress(FileNotFoundError):
                 page_sharing.share(images, self._directory / base)
         image_digest.seal(images)
+        return sum(path.stat().st_blocks * 512 for path in images.iterdir())
+
+    async def _remove(self, name: str) -> None:
+        await asyncio.to_thread(remove_tree, self._directory / name)
+        self._unfinished.discard(name)
 
     async def restore(
         self, name: str, start: ProgramStarter, inherited: Sequence[str], stillness: StandStill | None = None

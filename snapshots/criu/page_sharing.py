@@ -14,10 +14,14 @@ its pages (5, in older versions 2) and flags (4).
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 PARENT = "parent"
 """The directory of the parent's images within a checkpoint's. The name is CRIU's."""
@@ -26,10 +30,13 @@ _MAGIC_BYTES = 8
 _ADDRESS, _OLD_COUNT, _FLAGS, _COUNT = 1, 2, 4, 5
 _PE_PARENT, _PE_PRESENT = 1, 4
 _NEW = ".new"
+_AT_ONCE = 64 * _PAGE
+"""Bytes that are compared at once, before single pages are."""
 MOST_PARENTS = 20
 """How many parents lie behind one another. Each holds some ten files, and CRIU looks pages up in each of them."""
-_WORTH = 0.6
-"""The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others."""
+_WORTH = 0.9
+"""The largest share of the pages that may be new. With more, the checkpoint stays by itself, as a parent of others.
+An estimate: each parent costs a restore some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,11 @@ class Range:
     fields: dict[int, int] = field(compare=False)
 
     @property
+    def end(self) -> int:
+        """The address behind the last page."""
+        return self.address + self.pages * _PAGE
+
+    @property
     def flags(self) -> int:
         """Where the pages are. Images of old versions have no flags: the pages are in the image."""
         return self.fields.get(_FLAGS, _PE_PRESENT)
@@ -50,8 +62,12 @@ def share(images: Path, base: Path) -> bool:
     """Take the pages of a checkpoint that are in the base too from there; return whether that was worth it."""
     # A base that is gone, or that is no checkpoint of the same processes, shares nothing. If it fails, the images are
     # as they were.
-    if not base.is_dir() or _depth(base) >= MOST_PARENTS:
+    if not base.is_dir():
         return False
+    if _depth(base) >= MOST_PARENTS:
+        # A chain begins anew at its first checkpoint, which has most of the pages still.
+        while (base / PARENT).is_dir():
+            base /= PARENT
     shared: list[tuple[Path, bytes, list[Range]]] = []
     total = kept = 0
     with ExitStack() as stack:
@@ -59,8 +75,7 @@ def share(images: Path, base: Path) -> bool:
             head, ranges = read(path)
             if any(part.flags & (_PE_PARENT | _PE_PRESENT) != _PE_PRESENT for part in ranges):
                 return False
-            pages, known = _mapped(_pages_of(path, head), stack), _Known(base, path.name, stack)
-            split = list(_split(ranges, pages, known))
+            split = list(_split(ranges, _opened(_pages_of(path, head), stack), _places(base, path.name, stack)))
             total += sum(part.pages for part in ranges)
             kept += sum(part.pages for part in split if part.flags & _PE_PRESENT)
             shared.append((path, head, split))
@@ -74,64 +89,95 @@ def share(images: Path, base: Path) -> bool:
     return True
 
 
-def read(path: Path) -> tuple[bytes, list[Range]]:
+def read(path: Path) -> tuple[bytes, tuple[Range, ...]]:
     """Return the begin of a pagemap up to its ranges, and the ranges. Raises ValueError for a file that is none."""
-    data, messages, at = path.read_bytes(), [], _MAGIC_BYTES
-    first = 0
     try:
-        while at < len(data):
-            (length,) = struct.unpack_from("=I", data, at)
-            at += 4
-            if not first:
-                first = at + length
-            else:
-                messages.append(_fields(data[at : at + length]))
-            at += length
-        return data[:first], [Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages]
+        return _parsed(path.read_bytes())
     except (struct.error, IndexError, KeyError) as error:
         raise ValueError(f"{path.name} is no pagemap: {error!r}") from error
 
 
-class _Known:
-    def __init__(self, base: Path, name: str, stack: ExitStack) -> None:
-        self._places: dict[int, tuple[mmap.mmap, int]] = {}
-        folders = [base]
-        while (folders[-1] / PARENT).is_dir():
-            folders.append(folders[-1] / PARENT)
-        valid: set[int] = set()
-        # The farthest first, so that nearer ones take its place.
-        for folder in reversed(folders):
-            if not (path := folder / name).exists():
-                continue
-            head, ranges = read(path)
-            pages, at = _mapped(_pages_of(path, head), stack), 0
-            for part in ranges:
-                addresses = range(part.address, part.address + part.pages * _PAGE, _PAGE)
-                if folder is base:
-                    valid.update(addresses)
-                if part.flags & _PE_PRESENT:
-                    self._places.update((address, (pages, at + i * _PAGE)) for i, address in enumerate(addresses))
-                    at += part.pages * _PAGE
-        # What a parent had, and the base has no more, is not found through the base.
-        self._places = {address: place for address, place in self._places.items() if address in valid}
-
-    def has(self, address: int, page: bytes) -> bool:
-        place = self._places.get(address)
-        return place is not None and place[0][place[1] : place[1] + _PAGE] == page
+# The pagemaps of all parents are read for each checkpoint, and parsing them takes the most time.
+@lru_cache(maxsize=512)
+def _parsed(data: bytes) -> tuple[bytes, tuple[Range, ...]]:
+    messages, first, at = list[dict[int, int]](), 0, _MAGIC_BYTES
+    while at < len(data):
+        (length,) = struct.unpack_from("=I", data, at)
+        at += 4
+        if not first:
+            first = at + length
+        else:
+            messages.append(_fields(data[at : at + length]))
+        at += length
+    return data[:first], tuple(Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages)
 
 
-def _split(ranges: Iterable[Range], pages: mmap.mmap, known: _Known) -> Iterator[Range]:
+class _Place(NamedTuple):
+    """Where pages that follow each other lie: from `begin` to `end` in memory, and from `at` on in an open file."""
+
+    begin: int
+    end: int
+    file: int
+    at: int
+
+
+def _places(folder: Path, name: str, stack: ExitStack) -> list[_Place]:
+    """Return where the pages of a checkpoint lie, in the order of their addresses, those of its parent too."""
+    places: list[_Place] = []
+    if not (path := folder / name).exists():
+        return places
+    head, ranges = read(path)
+    file, at, below = _opened(_pages_of(path, head), stack), 0, None
+    for part in ranges:
+        if part.flags & _PE_PRESENT:
+            places.append(_Place(part.address, part.end, file, at))
+            at += part.end - part.address
+        elif part.flags & _PE_PARENT:
+            below = _places(folder / PARENT, name, stack) if below is None else below
+            places.extend(_within(below, part.address, part.end))
+    return places
+
+
+def _within(places: Sequence[_Place], begin: int, end: int) -> Iterator[_Place]:
+    for place in islice(places, max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1), None):
+        if place.begin >= end:
+            return
+        if place.end > begin:
+            start = max(place.begin, begin)
+            yield _Place(start, min(place.end, end), place.file, place.at + start - place.begin)
+
+
+def _split(ranges: Iterable[Range], file: int, places: Sequence[_Place]) -> Iterator[Range]:
     at = 0
     for part in ranges:
-        begun, flags = part.address, 0
-        for address in range(part.address, part.address + part.pages * _PAGE, _PAGE):
-            now = _PE_PARENT if known.has(address, pages[at : at + _PAGE]) else part.flags
-            at += _PAGE
-            if flags and now != flags:
-                yield _range(part, begun, address, flags)
-                begun = address
-            flags = now
-        yield _range(part, begun, part.address + part.pages * _PAGE, flags)
+        same = [(part.address, part.address)]
+        for place in _within(places, part.address, part.end):
+            for begin, end in _equal(place, file, at + place.begin - part.address):
+                if begin == same[-1][1]:
+                    begin, _ = same.pop()  # noqa: PLW2901 - one longer run
+                same.append((begin, end))
+        before = part.address
+        for begin, end in (*same, (part.end, part.end)):
+            if before < begin:
+                yield _range(part, before, begin, part.flags)
+            if begin < end:
+                yield _range(part, begin, end, _PE_PARENT)
+            before = end
+        at += part.end - part.address
+
+
+def _equal(place: _Place, file: int, at: int) -> Iterator[tuple[int, int]]:
+    """Yield the begins and ends of pages that are equal to those from `at` on in a file."""
+    # Most of a long run is equal, and a loop over its pages takes ten times as long as a comparison of them all.
+    for done in range(0, place.end - place.begin, _AT_ONCE):
+        length = min(_AT_ONCE, place.end - place.begin - done)
+        known, now = os.pread(place.file, length, place.at + done), os.pread(file, length, at + done)
+        if known == now:
+            yield place.begin + done, place.begin + done + length
+            continue
+        for offset in range(0, length, _PAGE):
+            if known[offset : offset + _PAGE] == now[offset : offset + _PAGE]:
+                yield place.begin + done + offset, place.begin + done + offset + _PAGE
 
 
 def _range(part: Range, begin: int, end: int, flags: int) -> Range:
@@ -142,13 +188,13 @@ def _range(part: Range, begin: int, end: int, flags: int) -> Range:
 
 def _write(path: Path, head: bytes, ranges: list[Range], stack: ExitStack) -> tuple[Path, Path]:
     """Write a pagemap, and those of its pages that are in no parent, beside the old ones; return both files."""
-    pages, at = _mapped(_pages_of(path, head), stack), 0
+    pages, at = _opened(_pages_of(path, head), stack), 0
     kept, pagemap = _pages_of(path, head).with_suffix(_NEW), path.with_suffix(_NEW)
     with kept.open("wb") as file:
         for part in ranges:
             if part.flags & _PE_PRESENT:
-                file.write(pages[at : at + part.pages * _PAGE])
-            at += part.pages * _PAGE
+                file.write(os.pread(pages, part.end - part.address, at))
+            at += part.end - part.address
     messages = [_message(part.fields) for part in ranges]
     pagemap.write_bytes(head + b"".join(struct.pack("=I", len(message)) + message for message in messages))
     return kept, pagemap
@@ -170,12 +216,8 @@ def _pages_of(pagemap: Path, head: bytes) -> Path:
     return pagemap.parent / f"pages-{_fields(head[_MAGIC_BYTES + 4 :])[1]}.img"
 
 
-def _mapped(path: Path, stack: ExitStack) -> mmap.mmap:
-    with path.open("rb") as file:
-        # An empty file cannot be mapped (mmap(2)), and no range leads to it.
-        length = os.fstat(file.fileno()).st_size
-        made = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_READ) if length else mmap.mmap(-1, _PAGE)
-    return stack.enter_context(made)
+def _opened(path: Path, stack: ExitStack) -> int:
+    return stack.enter_context(path.open("rb")).fileno()
 
 
 def _fields(message: bytes) -> dict[int, int]:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -122,6 +122,30 @@ def test_a_call_does_not_wait_for_a_travelling_state(tmp_path: Path) -> None:
         await rig.capture.drain()
         assert node.snapshot is not None
         assert (slot.state, rig.tally.snapshots_taken) == (SandboxState.IDLE, 1)
+
+    run(tmp_path, test)
+
+
+def test_of_two_sandboxes_at_a_node_the_first_state_is_waited_for(tmp_path: Path) -> None:
+    """Whoever needs the state meanwhile gets that one, and freezes nothing."""
+
+    async def test(rig: Rig) -> None:
+        rig.driver = MemoryDriver(sandbox=TravellingSandbox)
+        node = FakeNode(7)
+        slots = [await rig.lease(node) for _ in range(3)]
+        first, second, third = [cast("TravellingSandbox", slot.sandbox) for slot in slots]
+        for slot in slots[:2]:
+            await rig.capture.give_back(slot, rig.tree, node, freeze=True)
+        rig.pool.flush_pending_freezes()
+        await asyncio.gather(*(slot.freeze_over.wait() for slot in slots[:2]))
+        needed = asyncio.ensure_future(rig.capture.freeze_leased(slots[2], rig.tree, node))
+        second.arrives.set()
+        first.arrives.set()
+        async with asyncio.timeout(30):
+            assert await needed
+            await rig.capture.arrival(node)
+            await rig.capture.drain()
+        assert (first.freezes, second.freezes, third.freezes, rig.cache.of(node) is None) == (1, 1, 0, False)
 
     run(tmp_path, test)
 

@@ -90,7 +90,7 @@ class HeldNames:
         bound = self._bound()
 
         def look() -> list[bytes]:
-            noted = lost_settings.as_bytes(lost_settings.look(map(int, pids)))
+            noted = lost_settings.as_bytes(lost_settings.look(map(int, pids), self._descriptors))
             return [noted, *_plain_sockets(bound, self._descriptors)]
 
         noted, *paths = lost_settings.in_child(look)
@@ -119,6 +119,8 @@ class HeldNames:
         self._count_name()
         where = f"/proc/{pid}/{link}"
         path = os.readlink(os.fsencode(where))  # noqa: PTH115
+        if link.startswith("fd/"):
+            self._descriptors.append((int(pid), int(link[3:]), path))
         if path.startswith(b"/"):
             held, subject = os.stat(where), f"process {pid} holds {_text(path)}"  # noqa: PTH116
             if (own := _OWN_FILE.fullmatch(path)) and int(own[1]) == int(pid):
@@ -132,7 +134,6 @@ class HeldNames:
             # while the processes stand still.
             raise UnsafeNameError(f"process {pid} holds {_text(path)}")
         elif path.startswith(b"socket:["):
-            self._descriptors.append((int(pid), int(link[3:]), path))
             with open(f"/proc/{pid}/fdinfo/{link[3:]}", "rb") as file:  # noqa: PTH123
                 under_way = [line for line in file if line.startswith(b"scm_fds:")]
             if any(int(line.split()[1]) for line in under_way):

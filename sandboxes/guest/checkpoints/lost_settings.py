@@ -55,13 +55,16 @@ class NotDumpableError(Exception):
     """The processes must not be dumped; the text says why."""
 
 
-def look(pids: Iterable[int]) -> Noted:
-    """Return what a restore has to set again; to be run in the sandbox's pid namespace (`in_child`)."""
+def look(pids: Iterable[int], held: Iterable[tuple[int, int, bytes]]) -> Noted:
+    """Return what a restore has to set again; to be run in the sandbox's pid namespace (`in_child`).
+
+    `held` has the processes' descriptors: the process, the number, and what the kernel calls it.
+    """
     noted: Noted = {}
     # Restored processes begin with what pid 1 has: CRIU is its child then.
     own = {name: _text("/proc/1", name) for name in _FILES}
     born, personality = inherited(1)[1:3], _text("/proc/1", "personality")
-    looked_at: set[str] = set()
+    looked_at: set[bytes] = set()
     for pid in pids:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         for thread in threads:
@@ -70,13 +73,12 @@ def look(pids: Iterable[int]) -> Noted:
             texts = {name: _text(f"/proc/{thread}", name) for name in _FILES}
             changed = [name for name, text in texts.items() if text not in ("", own[name])]
             noted |= {f"/proc/{thread}/{name}": _FILES[name] + texts[name] for name in changed}
-        for number in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 - pathlib is not loaded in pid 1
-            target = os.readlink(f"/proc/{pid}/fd/{number}")  # noqa: PTH115
-            if target.startswith("socket:[") and target not in looked_at:
-                noted |= _options(pid, int(number))
-            elif not target.startswith("socket:["):
-                _require_saved(pid, int(number), target)
-            looked_at.add(target)
+    for pid, number, target in held:
+        if not target.startswith(b"socket:["):
+            _require_saved(pid, number, os.fsdecode(target))
+        elif target not in looked_at:
+            noted |= _options(pid, number)
+        looked_at.add(target)
     if len(noted) > MAX_NOTED:
         raise NotDumpableError(f"the processes have changed more than {MAX_NOTED} settings of threads and sockets")
     return noted

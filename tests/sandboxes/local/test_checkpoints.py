@@ -16,6 +16,7 @@ from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
+from snapshots.criu import image_digest
 from tests.machine import require_criu
 from tests.sandboxes.box import local_driver, opened, ran, run
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM
@@ -494,6 +495,79 @@ def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
 
     driven(data_dir, begin)
     driven(data_dir, go_on)
+
+
+def held_back(driver: LocalDriver, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Let checkpoints be completed only when the returned event is set."""
+    checkpointer, go_on = driver.machine.checkpointer, asyncio.Event()
+    finish = checkpointer.finish
+
+    async def finish_then(name: str, base: str | None) -> int:
+        await go_on.wait()
+        return await finish(name, base)
+
+    monkeypatch.setattr(checkpointer, "finish", finish_then)
+    return go_on
+
+
+COUNT = "echo 'x.append(len(x)) or x' > in; cat out; "
+WRITE = "echo {0} >> kept; echo {0} > changed; rm -f gone{0}; ls; cat kept changed"
+
+
+def test_a_call_changes_nothing_in_a_state_that_is_being_completed(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files and memory are those of the freeze, also if the sandbox ends and unneeded parts are collected meanwhile."""
+
+    async def test(driver: LocalDriver) -> None:
+        go_on, sandbox = held_back(driver, monkeypatch), await driver.start(SPEC)
+        await run(sandbox, REPL + "touch gone1 gone2; echo 'x = [7]' > in; cat out")
+        arriving = await sandbox.begin_freeze()
+        one = await run(sandbox, COUNT + WRITE.format(1))
+        assert one.out.startswith("[7, 1]\n")
+        go_on.set()
+        first = await arriving
+        go_on.clear()
+        arriving = await sandbox.begin_freeze()
+        two = await run(sandbox, COUNT + WRITE.format(2))
+        assert two.out.startswith("[7, 1, 2]\n")
+        waiting = asyncio.ensure_future(arriving)
+        await sandbox.close()
+        await driver.collect(first.parts)
+        go_on.set()
+        second = await waiting
+        for frozen, call, answer in ((first, 1, one), (second, 2, two)):
+            back = await driver.restore(SPEC, frozen)
+            assert (await run(back, COUNT + WRITE.format(call))).out == answer.out
+
+    driven(data_dir, test)
+
+
+def test_a_checkpoint_that_cannot_be_completed_costs_only_itself(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox runs on, and its next checkpoint is whole without the one that it would have shared pages with."""
+
+    def full(_images: Path) -> None:
+        raise OSError("no space left on device")
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, REPL + "echo 'x = [7]' > in; cat out")
+        before = set((data_dir / "checkpoints").glob("*"))
+        with monkeypatch.context() as patch:
+            patch.setattr(image_digest, "seal", full)
+            arriving = await sandbox.begin_freeze()
+            assert (await run(sandbox, COUNT)).out == "[7, 1]\n"
+            with pytest.raises(SandboxError, match="no space left"):
+                await arriving
+        assert set((data_dir / "checkpoints").iterdir()) == before
+        frozen = await sandbox.freeze()
+        answer = await run(sandbox, COUNT)
+        assert answer.out == "[7, 1, 2]\n"
+        assert (await run(await driver.restore(SPEC, frozen), COUNT)).out == answer.out
+
+    driven(data_dir, test)
 
 
 def _running_below(data_dir: Path) -> list[str]:

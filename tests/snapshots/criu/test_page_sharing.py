@@ -102,15 +102,22 @@ def test_what_has_little_in_common_stays_by_itself(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in images.iterdir()} == before
 
 
-def test_a_base_that_is_gone_or_deep_is_no_parent(tmp_path: Path) -> None:
+def test_a_base_that_is_gone_is_no_parent(tmp_path: Path) -> None:
+    assert not share(written(tmp_path / "images", filled(*range(10))), tmp_path / "gone")
+
+
+def test_a_long_chain_begins_anew_at_its_first_checkpoint(tmp_path: Path) -> None:
     memory = filled(*range(10))
-    assert not share(written(tmp_path / "images", memory), tmp_path / "gone")
     base = written(tmp_path / "0", memory)
-    for turn in range(1, MOST_PARENTS + 1):
+    for turn in range(1, MOST_PARENTS + 2):
+        memory |= filled(turn % 2, seed=turn)
         images = written(tmp_path / str(turn), memory, pages_id=turn)
         assert share(images, base)
+        assert memory_of(images) == memory
         base = images
-    assert not share(written(tmp_path / "last", memory), base)
+    assert not (base / PARENT / PARENT).exists()
+    # What has changed since the first checkpoint.
+    assert (base / f"pages-{MOST_PARENTS + 1}.img").stat().st_size == 2 * PAGE
 
 
 @pytest.mark.parametrize("damage", [b"\0", b"\xff" * 40])
