@@ -261,7 +261,7 @@ class RolloutInfo:
         state: `running`, `idle` if its last call is some minutes old, or `finished`.
         created_at: When it began, in UTC.
         used_at: When it made its last call, in UTC.
-        labels: Its labels.
+        labels: Its labels: `step` and `epoch` as whole numbers, `reward` as a number, all others as texts.
         base_url: Base URL of its agent's tools.
         token: Its token, if it has just begun; None later.
         lost: Why its position is not known any more; empty for nearly all.
@@ -281,7 +281,7 @@ class RolloutInfo:
     state: Literal["running", "idle", "finished"]
     created_at: datetime
     used_at: datetime
-    labels: Mapping[str, str]
+    labels: Mapping[str, str | int | float]
     base_url: str
     token: str | None = None
     lost: str = ""

@@ -41,7 +41,7 @@ class Trajectory:
     task: str
     rollout: str
     id: int
-    labels: Mapping[str, str]
+    labels: Mapping[str, str | int | float]
     reward: float | None
     finished: bool
     complete: bool

@@ -3,6 +3,7 @@
 import asyncio
 import sqlite3
 from functools import partial
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -148,6 +149,38 @@ def matching(
     end, values = wanted.sql("r.id")
     chosen = {"tree": tree, "pattern": f"%{pattern}%"}
     return connection.execute(sql + end, {**values, **chosen, "limit": most}).fetchall()
+
+
+class OwnPart(NamedTuple):
+    """What one task's rollouts did in a tree that tasks share: the numbers of nodes and of records."""
+
+    nodes: set[int]
+    records: set[int]
+
+
+async def own_part(engine: Engine, task: str, tree: Tree) -> OwnPart:
+    """Return the records that answered a task's rollouts, and the nodes on the ways to where these were."""
+    engine.journal.fold()
+    rows = await asyncio.to_thread(engine.store.database.read_apart, partial(_own_rows, task=task, tree=tree.id))
+    part = OwnPart({tree.root.id}, set())
+    for record, target in rows:
+        if record is not None:
+            part.records.add(record)
+        node = tree.nodes.get(target)
+        while node is not None and node.id not in part.nodes:
+            part.nodes.add(node.id)
+            node = None if node.origin is None else node.origin.source
+    return part
+
+
+def _own_rows(connection: sqlite3.Connection, task: str, tree: int) -> list[tuple[int | None, int]]:
+    chosen = f"r.task = :task AND r.tree = :tree AND {is_whole('rollouts', 'r')}"
+    sql = (
+        f"SELECT NULL, r.start FROM rollouts r WHERE {chosen} UNION SELECT c.id, c.target FROM rollouts r "
+        "JOIN steps s ON s.rollout = r.id JOIN records c ON c.id = s.record "
+        f"WHERE {chosen} AND {is_whole('steps', 's')} AND {is_whole('records', 'c')}"
+    )
+    return connection.execute(sql, {"task": task, "tree": tree}).fetchall()
 
 
 async def rollouts_through(engine: Engine, tree: Tree, node: Node, wanted: ListQuery) -> Page[PassedRollout]:

@@ -33,7 +33,7 @@ from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
-from proxy.tree.labels import REWARD
+from proxy.tree.labels import REWARD, typed
 from proxy.tree.rollout import Outcome
 from sandboxes.calls import ResourceUse, ToolResult
 from sandboxes.effects import Effect
@@ -98,10 +98,6 @@ def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
     return " AND ".join(parts), values
 
 
-def _reward(labels: Mapping[str, str]) -> float | None:
-    return float(labels[REWARD]) if REWARD in labels else None
-
-
 class _TrajectoryWriter:
     def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
         self._connection, self._request = connection, request
@@ -136,10 +132,10 @@ class _TrajectoryWriter:
             page = self._connection.execute(sql, (rollout, page[-1][0], calls)).fetchall()
 
     def _line(self, row: Mapping[str, Any]) -> Iterator[bytes]:
-        labels = orjson.loads(row["labels"])
+        labels = typed(orjson.loads(row["labels"]))
         head = {
             "task": row["task"], "rollout": row["name"], "id": row["id"], "labels": labels,
-            "reward": _reward(labels), "finished": bool(row["finished"]),
+            "reward": labels.get(REWARD), "finished": bool(row["finished"]),
             "created_at": row["created_at"], "used_at": row["used_at"],
             "start": f"n{row['start']}", "node": f"n{row['node']}",
         }  # fmt: skip
@@ -176,7 +172,7 @@ class _TrajectoryWriter:
         call that cannot be read is left out: its number and its request would be unknown.
         """
         way = self._way_to(row["tree"], row["start"])
-        reward = _reward(orjson.loads(row["labels"]))
+        reward = typed(orjson.loads(row["labels"])).get(REWARD)
         turn, node, waiting = -1, "", dict[int, str | None]()
         steps = (record for _, record, _ in self._steps(row["id"], row["calls"]))
         for number, record in enumerate(chain(way, steps)):

@@ -141,8 +141,7 @@ def _write_shard(rows: Iterator[bytes], path: Path) -> None:
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line as a row: the labels that most trainers use are columns, and all of them one JSON text."""
     labels, totals = line["labels"], line["totals"]
-    named = {name: labels.get(name) for name in ("run", "group", "policy")}
-    named |= {name: int(labels[name]) if name in labels else None for name in ("step", "epoch")}
+    named = {name: labels.get(name) for name in ("run", "group", "policy", "step", "epoch")}
     return {
         **line,
         **named,

@@ -10,12 +10,14 @@ import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
+from proxy.control.browsing import own_part
 from proxy.control.call_titles import Titles
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.routes.params import (
     PROBLEM,
     EngineDep,
     NewName,
+    OwnQuery,
     PositionDep,
     RolloutName,
     TaskDep,
@@ -131,14 +133,17 @@ async def get_columns(
     tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
     limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
+    own: OwnQuery = False,
 ) -> Response:
     """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
-    read = await columns_of(tree, after, limit)
+    part = await own_part(engine, task.name, tree) if own else None
+    read = await columns_of(tree, after, limit, part)
+    nodes = len(tree.nodes if part is None else part.nodes)
     standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
     slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(
-        orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes)), media_type="application/json"
+        orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes, nodes)), media_type="application/json"
     )
 
 

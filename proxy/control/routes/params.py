@@ -34,6 +34,9 @@ LabelQuery = Annotated[
     list[str] | None,
     Query(max_length=MAX_LABELS, description="Only rollouts with this label, such as `run=r7`. It may be repeated."),
 ]
+OwnQuery = Annotated[
+    bool, Query(description="Whether to show only what this task's rollouts did, in a tree that tasks share.")
+]
 
 
 async def control_of(connection: HTTPConnection) -> ControlPlane:

@@ -76,7 +76,8 @@ class TreeView {
     const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.which.root;
     if (elsewhere) await this._show(node ?? root).catch(() => {});
     this.which.fixed = Boolean(node ?? params.get("root"));
-    this._choose(node, false);
+    if (params.get("lanes")) this._lanes(true);
+    else this._choose(node, false);
   }
 
   /** Show the tree that has a node. */
