@@ -69,8 +69,8 @@ def summaries(
 ) -> Page[TreeSummary]:
     """Return a page of a task's trees. Call it in a thread: it counts nodes and calls of every tree.
 
-    By the key `current`, the current tree is the greatest, then calls count. Other tasks are named if the request `sees`
-    them. See `TreeStore.shared_owner`.
+    By the key `current`, the current tree is the greatest, then calls count. Other tasks are named if the request
+    `sees` them. See `TreeStore.shared_owner`.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "

@@ -161,12 +161,20 @@ async def get_titles(
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
+    engine: EngineDep,
     page: PageDep,
+    task: TaskDep,
     position: PositionDep,
     wanted: Annotated[ListQuery, list_query("hits", "record", default="-hits")],
+    own: OwnQuery = False,
 ) -> Page[TitleView]:
     """List the observations at a node, by hits."""
-    observations = (record for record in position[1].records.values() if record.observation)
+    part_of = await own_part(engine, task.name, position[0]) if own else None
+    observations = (
+        record
+        for record in position[1].records.values()
+        if record.observation and (part_of is None or record.id in part_of.records)
+    )
     by_hits = wanted.key == "hits"
     part = wanted.sorted_part(observations, lambda record: (record.hits, -record.id) if by_hits else (record.id,))
     return Page(items=await _titles(page.titles, part.entries), total=part.total, next=part.next)

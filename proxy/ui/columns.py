@@ -153,7 +153,8 @@ def tree_columns(
 ) -> dict[str, Any]:  # fmt: skip
     """Return a `TreeColumns`, from the result of `columns_of`, without validation, which takes longer than reading.
 
-    `nodes` counts all nodes of the tree or of its part. Each of the `sandboxes` is the number of its node, and whether it is a warm fork.
+    `nodes` counts all nodes of the tree or of its part. Each of the `sandboxes` is the number of its node, and whether
+    it is a warm fork.
     """
     columns, meets, more = read
     positions = list(sandboxes)

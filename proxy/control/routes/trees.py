@@ -33,7 +33,8 @@ async def list_trees(
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
     read = partial(
         summaries, task=task.name, shared_owner=engine.store.trees.shared_owner(task.name), current=task.tree.id,
-        default=engine.settings.default_spec, templates=engine.settings.e2b_templates, sees=granted(request).sees, wanted=wanted,
+        default=engine.settings.default_spec, templates=engine.settings.e2b_templates, sees=granted(request).sees,
+        wanted=wanted,
     )  # fmt: skip
     return await asyncio.to_thread(engine.store.database.read_apart, read)
 

@@ -52,7 +52,7 @@ function calls(path, method, described) {
 
 function operation(path, method, described, all) {
   const parameters = described.parameters ?? [];
-  const details = h("details", {}, h("summary", {}, h("b", {}, method.toUpperCase()), h("code", {}, path), h("span", {}, described.summary ?? "")));
+  const details = h("details", {}, h("summary", {}, h("b", {}, method.toUpperCase()), h("code", {}, path), h("span", {}, described.description?.split("\n")[0] ?? described.summary ?? "")));
   // Filled when it is first opened: all schemas together are megabytes of text.
   details.addEventListener("toggle", () => fill(details, [path, method, described], parameters, all), { once: true });
   return details;
