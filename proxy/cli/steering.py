@@ -57,19 +57,17 @@ def branch(
 ) -> None:
     """Run an agent inside its sandbox from a turn of another rollout. Exits with the agent's exit code.
 
-    A rollout NAME that runs already, because its response was cut off, goes on where it stands.
+    A run that was cut off goes on: send the same command again.
     """
     body = {
         "upstream": upstream, "headers": _pairs("--header", header, ":"), "command": command,
-        "env": _pairs("--env", env, "="),
+        "env": _pairs("--env", env, "="), "parent": rollout, "turn": turn,
     }  # fmt: skip
     end = dict[str, Any]()
     for attempt in range(_RUNS):
         # The proxy needs a moment to notice that the response was cut off.
         time.sleep(min(attempt, 1))
-        running = proxy.items("tasks", task, "rollouts", finished=False)
-        goes_on = any(row["rollout"] == name for row in running)
-        end = _run(proxy, task, name, body if goes_on else {**body, "parent": rollout, "turn": turn})
+        end = _run(proxy, task, name, body)
         if "exit" in end or "error" in end:
             break
     if "exit" not in end:

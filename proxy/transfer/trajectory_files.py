@@ -69,8 +69,8 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None, *, turns: bool = False) -> None:
     """Write a response of `GET …/trajectories` to a file or a new directory, which appears when it is complete.
 
-    Without a format the name says it. With `turns`, the lines are turns and not rollouts. Raises TrajectoryFileError, or
-    OSError if it cannot be written.
+    Without a format the name says it. With `turns`, the lines are turns and not rollouts. Raises
+    TrajectoryFileError, or OSError if it cannot be written.
     """
     chosen: dict[Format, Callable[[Iterable[bytes], Path, bool], None]] = {
         "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,
