@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forkpoint.exchange import given, path_of
+from forkpoint.notebook import Shown
 from forkpoint.operations import Labels, label_pairs
 from forkpoint.results import made_of
 
@@ -17,7 +18,7 @@ Format = Literal["jsonl", "parquet", "hf"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Shown):
     """A rollout as training data.
 
     Attributes:
@@ -56,7 +57,7 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelTurn:
+class ModelTurn(Shown):
     """A response of the model of an agent inside its sandbox: a node of a tree for training.
 
     Attributes:
