@@ -75,6 +75,6 @@ def test_the_notebook_is_what_its_cells_give() -> None:
     again = made()
     assert shape(again) == shape(json.loads(NOTEBOOK.read_text()))
     assert [text for text, _ in shape(again)] == [cell.strip() for cell in CELLS]
-    frame = next(cell for cell in again["cells"] if "by='step'))[[" in "".join(cell["source"]))
+    frame = next(cell for cell in again["cells"] if 'by="step"))[[' in "".join(cell["source"]))
     # The second step's calls were all hits.
     assert " 1.00" in "".join(frame["outputs"][0]["data"]["text/plain"])

@@ -69,7 +69,7 @@ def test_rest_sets_changes_and_filters_labels(proxy: Running) -> None:
     forked = proxy.client.post(f"{at}/a/fork", json={"name": "b", "labels": {"step": 4}}).json()
     assert forked["labels"] == {"run": "r7", "step": 4}
     proxy.client.delete(f"{at}/a").raise_for_status()
-    assert proxy.client.patch(f"{at}/a/labels", json={"reward": 1}).json()["labels"]["reward"] == "1.0"
+    assert proxy.client.patch(f"{at}/a/labels", json={"reward": 1}).json()["labels"]["reward"] == 1.0
     for query, names in (("label=run=r7", ["a", "b"]), ("label=run=r7&label=step=04", ["b"]), ("label=run=x", [])):
         assert [each["rollout"] for each in proxy.client.get(f"{at}?{query}").json()["items"]] == names, query
     refused = [
