@@ -104,7 +104,7 @@ def e2b_endpoint(context: "EndpointContext") -> "Endpoint":
 
 def tvcache_endpoint(context: "EndpointContext") -> "Endpoint | None":
     """Return the endpoint that speaks the cache API of TVCACHE's authors; None without the driver `client`."""
-    if "client" not in context.engine.drivers:
+    if "client" not in context.drivers:
         return None
     from proxy.compat.tvcache.endpoint import TvcacheEndpoint
 
@@ -113,7 +113,7 @@ def tvcache_endpoint(context: "EndpointContext") -> "Endpoint | None":
 
 def harness_endpoint(context: "EndpointContext") -> "Endpoint | None":
     """Return the endpoint that runs agents inside their sandboxes; None without the driver `local`."""
-    if "local" not in context.engine.drivers:
+    if "local" not in context.drivers:
         return None
     from proxy.compat.harness.endpoint import HarnessEndpoint
 

@@ -33,9 +33,8 @@ _FAULTS = 20
 """How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
 
 
-def control_application(control: ControlPlane) -> FastAPI:
+def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
     """Return the application behind the data plane. The engine opens and closes with its lifespan."""
-    engine = control.engine
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -64,20 +63,20 @@ def control_application(control: ControlPlane) -> FastAPI:
     )
     app.state.control = control
     app.include_router(control_plane)
-    app.state.page = PageData.over(engine)
+    app.state.page = PageData.over(control)
     app.include_router(page_data)
     app.include_router(ways)
     app.include_router(system)
     app.include_router(page())
     app.include_router(manual())
     _health(app, control)
-    _problems(app, engine)
+    _problems(app, control)
     _describe(app)
     return app
 
 
 def _health(app: FastAPI, control: ControlPlane) -> None:
-    engine, metrics = control.engine, Metrics(control)
+    metrics = Metrics(control)
 
     @app.get("/healthz", tags=["health"], name="get_health")
     async def healthz() -> dict[str, str]:
@@ -87,9 +86,9 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
     @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
         """Report that calls can be answered: each driver has run a trial, and the store can be written."""
-        if not engine.lifecycle.ready:
+        if not control.lifecycle.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
-        engine.store.database.check_writable()
+        control.store.database.check_writable()
         return {"status": "ready"}
 
     @app.get(
@@ -105,11 +104,11 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
         return Response(metrics.render(), media_type=METRICS_TYPE)
 
 
-def _problems(app: FastAPI, engine: Engine) -> None:
+def _problems(app: FastAPI, control: ControlPlane) -> None:
     async def respond(_request: Request, error: Exception) -> Response:
         problem = problem_of(_refused(error))
         if problem.infrastructure:
-            engine.counts.failure(problem.slug)
+            control.counts.failure(problem.slug)
             log.error("request failed", problem=problem.slug, error=repr(error), exc_info=error)
         headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
         return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)

@@ -44,13 +44,14 @@ from proxy.storage.store import Store
 from proxy.telemetry.counters import Counters
 from proxy.transfer.adopt import Adopter
 from proxy.transfer.service import TransferService
-from proxy.tree.rollout import is_moving
+from proxy.tree.rollout import Rollout, is_moving
 from proxy.tree.task import Walkers
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Driver
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.room import Room, available_bytes
+from sandboxes.pool.roster import Slot
 from snapshots.cache import SnapshotCache
 from snapshots.capture import Capture
 from snapshots.store import SnapshotStore
@@ -311,6 +312,13 @@ def build_engine(
         nodes = (trees.node(tree, number) for number in store.rollouts.positions(tree))
         return (node for node in nodes if node is not None)
 
+    # Parts that are made later are named by functions: they are there when the first call comes.
+    async def keep(slot: Slot) -> bool:
+        return await last_ways.keep(slot)
+
+    async def renew(rollout: Rollout) -> bool:
+        return await tasks.renew(rollout)
+
     survives_power_loss = settings.durability == "power"
     token = None if settings.token is None else settings.token.get_secret_value()
     access, counts, walkers = Access(read_tokens(token, settings.token_file)), Counters(), Walkers()
@@ -329,7 +337,7 @@ def build_engine(
         other_files=settings.max_connections,
     )  # fmt: skip
     flights = SingleFlight()
-    pool = Pool(room, patience_s=settings.sandbox_patience_s, callers=flights.callers)
+    pool = Pool(room, patience_s=settings.sandbox_patience_s, callers=flights.callers, keep=keep)
     cache = SnapshotCache(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
@@ -349,12 +357,12 @@ def build_engine(
     )  # fmt: skip
     answers = Answers(store.records, budget_bytes=settings.answer_memory_bytes)
     traces = None if settings.otel_endpoint is None else Traces(store.records, settings.otel_endpoint)
-    executor = Executor(restorer, store.records, counts, roots, flights, answers.keep, answers.of, gate)
+    quotas = None
     if settings.quotas:
-        executor.quotas = Quotas(
-            settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2
-        )
-
+        quotas = Quotas(settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2)
+    executor = Executor(
+        restorer, store.records, counts, roots, flights, answers.keep, answers.of, renew, quotas, gate
+    )  # fmt: skip
     notes = StepNotes(counts, warm, lambda record: answers.of(record).model_tokens, traces)
     step = Stepper(executor, journal, notes, gate)
     rollouts = Rollouts(store, journal, trees, pool, walkers, step.order, gate)
@@ -362,7 +370,6 @@ def build_engine(
         store, rollouts, trees, drivers, settings.default_spec, roots,
         runs_images=settings.runs_images, any_image=settings.any_image, gate=gate, share=share,
     )  # fmt: skip
-    executor.renew = tasks.renew
     forgetting = Forgetting(tasks, trees, walkers, store, journal, cache, pool, gate)
     audit = Auditor(
         restorer, store, counts, lambda: len(step.calls), trees.get, roots,
@@ -370,7 +377,6 @@ def build_engine(
     )  # fmt: skip
     adopter = Adopter(store, journal, tasks, trees, cache, gate)
     last_ways = LastWays(pool, capture, snapshot_value, trees)
-    pool.keep = last_ways.keep
     transfer = TransferService(
         store, tasks, adopter, cache, capture, drivers, settings.data / "imports", max_bytes=settings.import_bytes
     )

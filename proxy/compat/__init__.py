@@ -1,5 +1,5 @@
 """APIs of other products, served to their unmodified clients.
 
 Process: the proxy.
-May import: proxy, proxy.dialects, proxy.http, proxy.tree, sandboxes.
+May import: proxy, proxy.audit, proxy.dialects, proxy.execution, proxy.http, proxy.storage, proxy.tree, sandboxes.
 """

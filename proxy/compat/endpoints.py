@@ -7,12 +7,23 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from proxy.audit.auditor import Auditor
 from proxy.dialects.base import Request
-from proxy.engine import Engine
+from proxy.execution.executor import Executor
+from proxy.execution.gate import Gate
+from proxy.execution.restore import Restorer
+from proxy.execution.tasks import Tasks
 from proxy.http.address import Address
+from proxy.http.answer_cache import Answers
 from proxy.http.exchange import Exchange
+from proxy.lifecycle import Lifecycle
 from proxy.refusals import Problem
+from proxy.settings import Settings
+from proxy.step import Stepper
+from proxy.storage.journal import Journal
+from proxy.storage.store import Store
 from proxy.tree.rollout import Rollout
+from sandboxes.driver import Driver
 from sandboxes.plugins import ENDPOINTS, installed, load
 
 RequestScope = Mapping[str, Any]
@@ -21,16 +32,29 @@ RequestScope = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class EndpointContext:
-    """What an endpoint's factory is given.
+    """What an endpoint's factory is given: the parts of a proxy that is not open yet, and functions.
 
     Attributes:
-        engine: The engine, not open yet.
+        gate: The cluster's; None without a cluster.
+        pin: Keeps the snapshot of a node from being evicted, or lets it be evicted again.
         address_of: Returns the address of a request. Raises RefusalError.
         request_of: Returns a request in the form that dialects read, given its scope, address and body.
         count: Counts a problem that is reported within a response or a stream.
     """
 
-    engine: Engine
+    tasks: Tasks
+    step: Stepper
+    store: Store
+    journal: Journal
+    answers: Answers
+    executor: Executor
+    restorer: Restorer
+    audit: Auditor
+    drivers: Mapping[str, Driver]
+    settings: Settings
+    lifecycle: Lifecycle
+    gate: Gate | None
+    pin: Callable[..., None]
     address_of: Callable[[RequestScope], Address]
     request_of: Callable[[RequestScope, Address, bytes], Request]
     count: Callable[[Problem], None]

@@ -1,8 +1,6 @@
 """Trees of any size, one page at a time: children with the totals below them, search, and past rollouts."""
 
-import asyncio
 import sqlite3
-from functools import partial
 from typing import NamedTuple
 
 from pydantic import BaseModel
@@ -11,7 +9,6 @@ from proxy.control.call_titles import Titles, title
 from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.subtree_totals import NodeTotals, SummedTree
 from proxy.control.views.nodes import NodeFacts, PassedRollout, node_facts
-from proxy.engine import Engine
 from proxy.storage.schema import is_whole
 from proxy.storage.store import Store
 from proxy.tree.tree import Node, Record, Tree, children
@@ -158,10 +155,8 @@ class OwnPart(NamedTuple):
     records: set[int]
 
 
-async def own_part(engine: Engine, task: str, tree: Tree) -> OwnPart:
-    """Return the records that answered a task's rollouts, and the nodes on the ways to where these were."""
-    engine.journal.fold()
-    rows = await asyncio.to_thread(engine.store.database.read_apart, partial(_own_rows, task=task, tree=tree.id))
+def own_part(tree: Tree, rows: list[tuple[int | None, int]]) -> OwnPart:
+    """Return what `own_rows` found, with the nodes on the ways to where the rollouts were."""
     part = OwnPart({tree.root.id}, set())
     for record, target in rows:
         if record is not None:
@@ -173,7 +168,8 @@ async def own_part(engine: Engine, task: str, tree: Tree) -> OwnPart:
     return part
 
 
-def _own_rows(connection: sqlite3.Connection, task: str, tree: int) -> list[tuple[int | None, int]]:
+def own_rows(connection: sqlite3.Connection, task: str, tree: int) -> list[tuple[int | None, int]]:
+    """Return the records that answered a task's rollouts, each with its target, and where these began. In a thread."""
     chosen = f"r.task = :task AND r.tree = :tree AND {is_whole('rollouts', 'r')}"
     sql = (
         f"SELECT NULL, r.start FROM rollouts r WHERE {chosen} UNION SELECT c.id, c.target FROM rollouts r "
@@ -183,11 +179,8 @@ def _own_rows(connection: sqlite3.Connection, task: str, tree: int) -> list[tupl
     return connection.execute(sql, {"task": task, "tree": tree}).fetchall()
 
 
-async def rollouts_through(engine: Engine, tree: Tree, node: Node, wanted: ListQuery) -> Page[PassedRollout]:
-    """Return a page of the rollouts that reached a node by a call; the sort key is when they began."""
-    engine.journal.fold()
-    read = partial(passed, tree=tree.id, node=node.id)
-    rows = await asyncio.to_thread(engine.store.database.read_apart, read)
+def rollouts_through(rows: list[tuple[int, str, str, int, int]], wanted: ListQuery) -> Page[PassedRollout]:
+    """Return a page of what `passed` found; the sort key is when the rollouts began."""
     part = wanted.sorted_part(rows, lambda row: (row[0],))
     return part.page(lambda row: PassedRollout(task=row[1], rollout=row[2], turn=row[3], finished=bool(row[4])))
 

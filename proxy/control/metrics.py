@@ -10,7 +10,6 @@ from prometheus_client.registry import Collector
 
 from proxy.audit.confidence import clopper_pearson
 from proxy.control.parts import ControlPlane
-from proxy.engine import Engine
 from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
@@ -24,10 +23,10 @@ class _Totals(Collector):
     """Reads the engine's counters at each scrape, so counting costs an addition and no lock."""
 
     def __init__(self, control: ControlPlane) -> None:
-        self._control, self._engine = control, control.engine
+        self._control = control
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._engine.counts
+        counts = self._control.counts
         outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
         yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
         seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
@@ -63,8 +62,8 @@ class _Totals(Collector):
             "forkpoint_egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes.items()
         )
         text = "Sandboxes that were closed for room before their rollouts had ended."
-        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._engine.pool.evicted)
-        video = self._engine.drivers.get("video")
+        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._control.pool.evicted)
+        video = self._control.drivers.get("video")
         if isinstance(video, VideoDriver):
             yield CounterMetricFamily(
                 "forkpoint_model_tokens", "Tokens that models of video tools counted.", value=video.models.tokens
@@ -83,7 +82,7 @@ class _Totals(Collector):
 
     def _runs(self) -> Iterator[Metric]:
         """Yield what rollouts with the label `run` did: the runs used last, and all others together."""
-        runs = self._engine.counts.runs
+        runs = self._control.counts.runs
         calls = CounterMetricFamily(
             "forkpoint_run_calls", "Calls answered, by the label run.", labels=["run", "outcome"]
         )
@@ -99,7 +98,7 @@ class _Totals(Collector):
         yield seconds
 
     def _times(self) -> Iterator[Metric]:
-        counts = self._engine.counts
+        counts = self._control.counts
         for name, text, times in (
             ("hit", "Hits: from the last byte of the request to the response.", counts.hit_s),
             ("start", "Starting a sandbox from nothing.", counts.start_s),
@@ -112,33 +111,33 @@ class _Totals(Collector):
             yield family
 
     def _gauges(self) -> Iterator[Metric]:
-        engine = self._engine
+        control = self._control
         for name, gauge in (
-            ("sandboxes", len(engine.pool.roster)),
-            ("sandboxes_budget", engine.pool.bound.most),
-            ("warm_sandboxes", len(engine.warm.forks())),
-            ("checkpoint_bytes", engine.cache.checkpoint_bytes),
-            ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
-            ("snapshots", len(engine.snapshots)),
-            ("snapshot_bytes", engine.cache.used_bytes),
-            ("snapshots_full", len(engine.cache.full)),
-            ("snapshots_unproven", len(engine.cache.unproven)),
-            ("damaged_rows", engine.store.trees.damaged + sum(engine.store.database.damaged.values())),
-            ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
-            ("answer_bytes", engine.answers.used_bytes),
-            ("answer_budget_bytes", engine.settings.answer_memory_bytes),
-            ("store_bytes", engine.store.database.size_bytes()),
-            ("tree_records", engine.trees.size),
-            ("tree_records_budget", engine.settings.tree_memory_records),
-            ("rollouts", len(engine.tasks.rollouts.running)),
-            ("calls_under_way", len(engine.step.calls)),
-            ("sandbox_waiters", engine.pool.waiting),
-            ("visits", self._control.scratch_forks.open),
-            ("listeners", len(self._control.activity.listeners)),
+            ("sandboxes", len(control.pool.roster)),
+            ("sandboxes_budget", control.pool.bound.most),
+            ("warm_sandboxes", len(control.warm.forks())),
+            ("checkpoint_bytes", control.cache.checkpoint_bytes),
+            ("checkpoint_budget_bytes", control.settings.checkpoint_bytes),
+            ("snapshots", len(control.snapshots)),
+            ("snapshot_bytes", control.cache.used_bytes),
+            ("snapshots_full", len(control.cache.full)),
+            ("snapshots_unproven", len(control.cache.unproven)),
+            ("damaged_rows", control.store.trees.damaged + sum(control.store.database.damaged.values())),
+            ("snapshot_budget_bytes", control.settings.snapshot_bytes),
+            ("answer_bytes", control.answers.used_bytes),
+            ("answer_budget_bytes", control.settings.answer_memory_bytes),
+            ("store_bytes", control.store.database.size_bytes()),
+            ("tree_records", control.trees.size),
+            ("tree_records_budget", control.settings.tree_memory_records),
+            ("rollouts", len(control.tasks.rollouts.running)),
+            ("calls_under_way", len(control.step.calls)),
+            ("sandbox_waiters", control.pool.waiting),
+            ("visits", control.scratch_forks.open),
+            ("listeners", len(control.activity.listeners)),
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
-        slots = Counter(slot.state for slot in engine.pool.roster.slots)
+        slots = Counter(slot.state for slot in control.pool.roster.slots)
         for state in SandboxState:
             if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], slots[state])
@@ -148,13 +147,13 @@ class _Totals(Collector):
             "Calls of each quota here: that run, that wait, and that may run at once.",
             labels=["tasks", "state"],
         )
-        for pattern, quota in () if engine.executor.quotas is None else engine.executor.quotas.each.items():
+        for pattern, quota in () if control.executor.quotas is None else control.executor.quotas.each.items():
             for name, calls in (*quota.usage._asdict().items(), ("share", quota.share)):
                 quotas.add_metric([pattern, name], calls)
         yield quotas
 
     def _audits(self) -> Iterator[Metric]:
-        counts = self._engine.counts
+        counts = self._control.counts
         yield CounterMetricFamily(
             "forkpoint_audit_checked", "Recorded calls that audits ran again.", value=counts.audit_checked
         )
@@ -168,7 +167,7 @@ class _Totals(Collector):
             "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson).",
             labels=["sample", "bound"],
         )
-        for estimate in wrong_answers(self._engine):
+        for estimate in wrong_answers(self._control):
             for bound, value in (("low", estimate.low), ("seen", estimate.seen), ("high", estimate.high)):
                 rate.add_metric([estimate.sample, bound], value)
         yield rate
@@ -192,9 +191,9 @@ class WrongAnswers:
         return cls(sample, checked, differing, interval.low, differing / checked if checked else 0.0, interval.high)
 
 
-def wrong_answers(engine: Engine) -> Iterator[WrongAnswers]:
+def wrong_answers(control: ControlPlane) -> Iterator[WrongAnswers]:
     """Return the rate of wrong answers for each kind of sample."""
-    for kind, checked, differing, _, _ in engine.store.audits.totals():
+    for kind, checked, differing, _, _ in control.store.audits.totals():
         yield WrongAnswers.of(kind, checked, differing)
 
 

@@ -3,7 +3,6 @@
 For a call that the tree knew only in other states, the nearest is named, with the calls by which the two paths part.
 """
 
-import asyncio
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
@@ -12,10 +11,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles
+from proxy.control.parts import ControlPlane
 from proxy.control.tree_reader import Reader
 from proxy.control.views.resources import node_name
 from proxy.control.views.rollouts import StepView
-from proxy.engine import Engine
 from proxy.storage.schema import is_whole
 from proxy.tree.keys import call_key
 from proxy.tree.tree import Node, Record, Tree, path
@@ -98,15 +97,15 @@ class _Same(NamedTuple):
 
 
 async def reasons(
-    engine: Engine, reader: Reader, tree: Tree, rollout: Mapping[str, Any], steps: Iterable[StepView]
+    control: ControlPlane, reader: Reader, tree: Tree, rollout: Mapping[str, Any], steps: Iterable[StepView]
 ) -> list[WhyView]:
     """Return why each call of a rollout, as the store has it, was a hit or not. It visits the tree's records once."""
     aside = {record.id: record for record in tree.aside}
     known = [(step, reader.record(step.record, tree) or aside.get(step.record)) for step in steps]
     wanted = [record for step, record in known if record is not None and step.outcome in ("miss", "bypass")]
     find = partial(_same_calls, tree=tree.id, records=[(record.call, bytes(record.key)) for record in wanted])
-    same = await asyncio.to_thread(engine.store.database.read_apart, find) if wanted else []
-    titles, timings = Titles(engine.store.records), engine.executor.timings.of(rollout["id"])
+    same = await control.read(find) if wanted else []
+    titles, timings = Titles(control.store.records), control.executor.timings.of(rollout["id"])
 
     def made_before(step: StepView, record: Record) -> bool:
         # After a restart, only the times tell that another rollout has made the record.
@@ -114,7 +113,7 @@ async def reasons(
         return record.recorded_at < rollout["created_at"] if timing is None else timing.known
 
     return [
-        _why(engine, titles, tree, step, record, same, not_kept=record is not None and made_before(step, record))
+        _why(control, titles, tree, step, record, same, not_kept=record is not None and made_before(step, record))
         for step, record in known
     ]
 
@@ -126,7 +125,7 @@ def _same_calls(reader: sqlite3.Connection, *, tree: int, records: list[tuple[in
 
 
 def _why(
-    engine: Engine,
+    control: ControlPlane,
     titles: Titles,
     tree: Tree,
     step: StepView,
@@ -145,7 +144,7 @@ def _why(
         earlier = {one.source for one in equal if one.record < record.id}
         if not_kept:
             earlier.add(record.source.id)
-        reason = _reason(engine, tree, record, earlier, private=step.outcome == "bypass")
+        reason = _reason(control, tree, record, earlier, private=step.outcome == "bypass")
         if reason == "other-state":
             nearest = _nearest(tree, titles, record.source, earlier)
     meaning, remedy = MEANINGS[reason]
@@ -161,10 +160,10 @@ def _why(
     )
 
 
-def _reason(engine: Engine, tree: Tree, record: Record, earlier: set[int], *, private: bool) -> Reason:
+def _reason(control: ControlPlane, tree: Tree, record: Record, earlier: set[int], *, private: bool) -> Reason:
     if tree.spec.cache == "never":
         return "never-cached"
-    if record.source.quarantined and call_key(engine.store.records.call(record)) in record.source.quarantined:
+    if record.source.quarantined and call_key(control.store.records.call(record)) in record.source.quarantined:
         return "quarantined"
     if record.source.id in earlier:
         return "not-kept"

@@ -4,17 +4,17 @@ Parsing and checking happen once per URL, per host name and per endpoint; a hit 
 """
 
 import secrets
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from proxy.dialects import dialect_of, mcp
 from proxy.dialects.base import Call, Dialect, Meaning, Request
-from proxy.engine import Engine
 from proxy.http.address import Address, address_of
 from proxy.http.browser_guard import BROWSERS, refuse_foreign
 from proxy.http.lru_cache import LruCache
 from proxy.refusals import RefusalError
+from proxy.storage.rollouts import RolloutStore
 from proxy.tree.rollout import Rollout
 
 MAX_REMEMBERED = 8192
@@ -37,10 +37,13 @@ class Asked(NamedTuple):
 
 
 class Addressing:
-    """Reads the addresses of requests to agents' endpoints and refuses requests of other sites' pages."""
+    """Reads the addresses of requests to agents' endpoints and refuses requests of other sites' pages.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    `names` returns the host names that requests may be sent to; see `Engine.names`.
+    """
+
+    def __init__(self, names: Callable[[], tuple[str, ...] | None], rollouts: RolloutStore) -> None:
+        self._names, self._rollouts = names, rollouts
         self._addresses: LruCache[bytes, Address] = LruCache(MAX_REMEMBERED)
         self._hosts: LruCache[bytes, bool] = LruCache(MAX_REMEMBERED)
         self._dialects: LruCache[tuple[int, str], Dialect] = LruCache(MAX_REMEMBERED)
@@ -57,7 +60,7 @@ class Addressing:
         # The Host header is checked once for each name: a page whose own name was rebound to this address sends
         # that name (DNS rebinding).
         if not self._is_familiar(headers):
-            refuse_foreign(scope["method"], headers, tool=True, names=self._engine.names)
+            refuse_foreign(scope["method"], headers, tool=True, names=self._names())
             # Only after the check passed: a refused name is checked again each time and cannot push accepted names
             # out.
             self._hosts.update((value, True) for name, value in headers if name == b"host")
@@ -122,7 +125,7 @@ class Addressing:
         return True
 
     def _with_rollout_of_token(self, address: Address) -> Address:
-        named = self._engine.store.rollouts.by_token(address.token)
+        named = self._rollouts.by_token(address.token)
         if named is None:
             raise RefusalError(
                 401, "token", "no running rollout has this token. POST /api/v1/tasks/{task}/rollouts gives one."

@@ -70,12 +70,20 @@ class DataPlane:
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
-        self._addressing, self._count = Addressing(engine), partial(count_problem, engine.counts)
-        endpoints = make_endpoints(EndpointContext(engine, self._addressing.address, request_of, self._count))
+        self._addressing, self._count = (
+            Addressing(lambda: engine.names, engine.store.rollouts),
+            partial(count_problem, engine.counts),
+        )
+        context = EndpointContext(
+            engine.tasks, engine.step, engine.store, engine.journal, engine.answers, engine.executor, engine.restorer,
+            engine.audit, engine.drivers, engine.settings, engine.lifecycle, engine.gate, engine.pin,
+            self._addressing.address, request_of, self._count,
+        )  # fmt: skip
+        endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
         self.apis = frozenset(endpoints)
-        self._hit_path = HitPath(engine, self._addressing, endpoints)
+        self._hit_path = HitPath(context, self._addressing, engine.counts, endpoints)
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import structlog
 
-from proxy.compat.endpoints import Endpoint, KnowingEndpoint
+from proxy.compat.endpoints import Endpoint, EndpointContext, KnowingEndpoint
 from proxy.dataplane.addressing import Addressing, request_of, session_of
 from proxy.dialects.base import AT_ONCE_BYTES, Call, Request
-from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
 from proxy.http.answer_cache import PreparedAnswer, response
 from proxy.http.exchange import client_form, raw
 from proxy.http.lru_cache import LruCache
+from proxy.telemetry.counters import Counters
 from proxy.tree.rollout import Outcome, Rollout
 
 log = structlog.get_logger()
@@ -33,12 +33,14 @@ _MAX_FORM_BYTES = 64 << 10
 class HitPath:
     """Answers calls that the tree knows; an API in `apis` answers its own, or they take the regular path."""
 
-    def __init__(self, engine: Engine, addressing: Addressing, apis: Mapping[str, Endpoint]) -> None:
-        self._step, self._addressing = engine.step, addressing
+    def __init__(
+        self, context: EndpointContext, addressing: Addressing, counts: Counters, apis: Mapping[str, Endpoint]
+    ) -> None:
+        self._step, self._addressing = context.step, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
-        self._answers, self._rollouts = engine.answers, engine.tasks.rollouts.running
-        self._largest_bytes = min(engine.settings.max_body_bytes, AT_ONCE_BYTES)
-        self._endpoints = engine.counts.endpoints
+        self._answers, self._rollouts = context.answers, context.tasks.rollouts.running
+        self._largest_bytes = min(context.settings.max_body_bytes, AT_ONCE_BYTES)
+        self._endpoints = counts.endpoints
         self._apis = apis
         self._knowing = {name: api for name, api in apis.items() if isinstance(api, KnowingEndpoint)}
         # Responses to requests that mean the same, and get the same form of the same answer.

@@ -51,16 +51,20 @@ class Executor:
         flights: SingleFlight,
         keep_answer: Callable[[Record, ToolResult], object],
         read_answer: Callable[[Record], object],
+        renew: Callable[[Rollout], Awaitable[bool]],
+        quotas: "Quotas | None" = None,
         gate: Gate | None = None,
     ) -> None:
-        """Create the executor. `keep_answer` is given each new record's answer; the gate is None without a cluster."""
+        """Create the executor. `keep_answer` is given each new record's answer; the gate is None without a cluster.
+
+        `renew` moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. Quotas say how many calls
+        of tasks run at once; None is without any.
+        """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = flights, Timings()
-        self.quotas: Quotas | None = None  # How many calls of tasks run at once; None without quotas.
-        # Moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. None until there are tasks.
-        self.renew: Callable[[Rollout], Awaitable[bool]] | None = None
+        self._renew, self.quotas = renew, quotas
         # Keeps what hosts outside have sent to sandboxes of a tree for other machines, before a call is recorded.
         # None if no other machine takes this proxy's tasks over.
         self.send_recordings: Callable[[Tree], Awaitable[None]] | None = None
@@ -119,7 +123,7 @@ class Executor:
         except RootChangedError:
             # The base changed after the rollout began. If it has seen nothing yet, it begins with the new one. There,
             # at a root, a key is never that of a repeated poll.
-            if self.renew is None or not await self.renew(rollout):
+            if not await self._renew(rollout):
                 raise
             record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
         return record, outcome

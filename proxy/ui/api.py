@@ -10,25 +10,25 @@ import orjson
 from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
-from proxy.control.browsing import own_part
 from proxy.control.call_titles import Titles
 from proxy.control.paging import ListQuery, Page, list_query
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import (
     PROBLEM,
-    EngineDep,
+    ControlDep,
     NewName,
     OwnQuery,
     PositionDep,
     RolloutName,
     TaskDep,
     TreeDep,
+    own_of,
 )
 from proxy.control.routes.rollouts import begin
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.answers import ShownAnswer, shown_answer
 from proxy.control.views.nodes import CallView, EffectName, ResourcesView
 from proxy.control.views.rollouts import RolloutView
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.times import UtcTime
 from proxy.tree.tree import Node, Record
@@ -112,9 +112,9 @@ class PageData:
     titles: Titles
 
     @classmethod
-    def over(cls, engine: Engine) -> "PageData":
+    def over(cls, control: ControlPlane) -> "PageData":
         """Build the parts over an engine."""
-        return cls(Lookups(engine.store), Titles(engine.store.records))
+        return cls(Lookups(control.store), Titles(control.store.records))
 
 
 async def page_of(request: Request) -> PageData:
@@ -128,7 +128,7 @@ PageDep = Annotated[PageData, Depends(page_of)]
 
 @page_data.get("/tasks/{task}/columns", response_class=Response, responses=_COLUMNS)  # type: ignore[arg-type]
 async def get_columns(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
@@ -136,11 +136,11 @@ async def get_columns(
     own: OwnQuery = False,
 ) -> Response:
     """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
-    part = await own_part(engine, task.name, tree) if own else None
+    part = await own_of(control, task, tree) if own else None
     read = await columns_of(tree, after, limit, part)
     nodes = len(tree.nodes if part is None else part.nodes)
     standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
-    slots = [(slot.position, slot.warm) for slot in engine.pool.roster.slots]
+    slots = [(slot.position, slot.warm) for slot in control.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(
         orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes, nodes)), media_type="application/json"
@@ -161,7 +161,7 @@ async def get_titles(
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
-    engine: EngineDep,
+    control: ControlDep,
     page: PageDep,
     task: TaskDep,
     position: PositionDep,
@@ -169,7 +169,7 @@ async def get_observations(
     own: OwnQuery = False,
 ) -> Page[TitleView]:
     """List the observations at a node, by hits."""
-    part_of = await own_part(engine, task.name, position[0]) if own else None
+    part_of = await own_of(control, task, position[0]) if own else None
     observations = (
         record
         for record in position[1].records.values()
@@ -198,15 +198,15 @@ async def get_failures(
 
 @page_data.get("/tasks/{task}/nodes/{node}/calls/{record}")
 async def get_call(
-    engine: EngineDep,
+    control: ControlDep,
     page: PageDep,
     position: PositionDep,
     record: Annotated[int, Path(ge=0, le=1 << 60, description="Number of the record.")],
 ) -> RecordView:
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
     recorded = _record(position[1], record)
-    call, result = engine.store.records.call(recorded), engine.store.records.result(recorded)
-    engine.journal.fold()
+    call, result = control.store.records.call(recorded), control.store.records.result(recorded)
+    control.journal.fold()
     passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
         record=recorded.id,
@@ -220,19 +220,19 @@ async def get_call(
         recorded_at=recorded.recorded_at,
         private=recorded.private,
         reproducible=recorded.reproducible,
-        resources=ResourcesView.of(engine.store.records.resources(recorded)),
+        resources=ResourcesView.of(control.store.records.resources(recorded)),
         answer=await asyncio.to_thread(shown_answer, result),
         passed=passed,
     )
 
 
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
-async def get_timings(engine: EngineDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
+async def get_timings(control: ControlDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
     """Show when a rollout's calls were answered and where their time went, by turn. Calls of long ago are left out."""
-    rows = engine.store.rollouts.of_task(task.name, name=rollout)
+    rows = control.store.rollouts.of_task(task.name, name=rollout)
     if not rows:
         return {}
-    spent, times = engine.executor.timings.of(rows[-1]["id"]), engine.step.notes.times.of(rows[-1]["id"])
+    spent, times = control.executor.timings.of(rows[-1]["id"]), control.step.notes.times.of(rows[-1]["id"])
     since = time.time() - time.monotonic()
     return {
         turn: TimingView(
@@ -245,10 +245,10 @@ async def get_timings(engine: EngineDep, task: TaskDep, rollout: RolloutName) ->
 
 @page_data.post("/tasks/{task}/nodes/{node}/fork", status_code=201)
 async def fork_at_node(
-    engine: EngineDep, task: TaskDep, position: PositionDep, request: Request, name: NewName
+    control: ControlDep, task: TaskDep, position: PositionDep, request: Request, name: NewName
 ) -> RolloutView:
     """Begin a rollout at a node."""
-    return begin(engine, task, name, *position, request)
+    return begin(control, task, name, *position, request)
 
 
 async def _titles(titles: Titles, records: Iterable[Record]) -> list[TitleView]:

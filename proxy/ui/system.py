@@ -12,7 +12,7 @@ from pydantic import BaseModel, SecretStr
 from proxy.control.activity import HOUR, Second, timeline
 from proxy.control.metrics import WrongAnswers, wrong_answers
 from proxy.control.paging import Page
-from proxy.control.routes.params import PROBLEM, WHOLE, ControlDep, EngineDep
+from proxy.control.routes.params import PROBLEM, WHOLE, ControlDep
 from proxy.logs import recent
 from proxy.refusals import RefusalError
 from sandboxes.spec import EnvironmentSpec
@@ -55,15 +55,15 @@ async def get_history(control: ControlDep, span_s: Annotated[int, Query(ge=60, l
 
 
 @system.get("/wrong-answers")
-async def get_wrong_answers(engine: EngineDep) -> Page[WrongAnswers]:
+async def get_wrong_answers(control: ControlDep) -> Page[WrongAnswers]:
     """Show the rate of wrong answers over all audits of all tasks, with its confidence bounds."""
-    return Page.whole(list(wrong_answers(engine)))
+    return Page.whole(list(wrong_answers(control)))
 
 
 @system.get("/warnings")
-async def get_warnings(engine: EngineDep) -> Page[dict[str, str]]:
+async def get_warnings(control: ControlDep) -> Page[dict[str, str]]:
     """List the latest warnings and errors of this proxy, the newest first, each with its task if it names a node."""
-    return Page.whole([_placed(event, engine.store.trees.task_with_node) for event in recent()])
+    return Page.whole([_placed(event, control.store.trees.task_with_node) for event in recent()])
 
 
 def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> dict[str, str]:
@@ -76,14 +76,14 @@ def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> d
 
 
 @system.get("/settings")
-async def get_settings(engine: EngineDep) -> Page[SettingView]:
+async def get_settings(control: ControlDep) -> Page[SettingView]:
     """List the settings that this proxy runs with. Secrets are never shown."""
-    fields = type(engine.settings).model_fields
+    fields = type(control.settings).model_fields
     settings = [
         SettingView(
             name=name,
-            value=_shown(getattr(engine.settings, name)),
-            usual=getattr(engine.settings, name) == field.get_default(call_default_factory=True),
+            value=_shown(getattr(control.settings, name)),
+            usual=getattr(control.settings, name) == field.get_default(call_default_factory=True),
             about=field.description or "",
         )
         for name, field in sorted(fields.items())

@@ -1,6 +1,5 @@
 """The ways of a tree's rollouts: the nodes that each reached, how its calls were answered, and its labels."""
 
-import asyncio
 import itertools
 import json
 import sqlite3
@@ -12,7 +11,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import PROBLEM, EngineDep, TreeDep
+from proxy.control.routes.params import PROBLEM, ControlDep, TreeDep
 from proxy.storage.schema import is_whole
 
 MAX_STEPS = 100_000
@@ -53,14 +52,12 @@ class WaysView(Page[WayView]):
 
 @ways.get("/tasks/{task}/ways")
 async def get_ways(
-    engine: EngineDep,
+    control: ControlDep,
     tree: TreeDep,
     wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
 ) -> WaysView:
     """List the ways of a tree's rollouts, the newest first. A page ends early after 100,000 steps."""
-    engine.journal.fold()
-    read = partial(read_ways, tree=tree.id, wanted=wanted)
-    return await asyncio.to_thread(engine.store.database.read_apart, read)
+    return await control.read(partial(read_ways, tree=tree.id, wanted=wanted))
 
 
 def read_ways(connection: sqlite3.Connection, tree: int, wanted: ListQuery) -> WaysView:

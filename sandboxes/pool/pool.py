@@ -34,20 +34,32 @@ class OverloadedError(RuntimeError):
     """Every sandbox of the budget was busy for too long. A later attempt may succeed."""
 
 
+async def _need_not_keep(_slot: Slot) -> bool:
+    return True
+
+
 class Pool:
     """Owns every live sandbox from its start to its close."""
 
-    def __init__(self, room: Room, *, patience_s: float, callers: Callable[[int], int] = lambda _: 1) -> None:
-        """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`."""
-        # `callers` returns how many rollouts wait for what an owner's call does, itself included; see `Starts`.
+    def __init__(
+        self,
+        room: Room,
+        *,
+        patience_s: float,
+        callers: Callable[[int], int] = lambda _: 1,
+        keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep,
+    ) -> None:
+        """Make an empty pool; after `patience_s` without room a caller gets `OverloadedError`.
+
+        `callers` returns how many rollouts wait for what an owner's call does, itself included; see `Starts`. `keep` is
+        awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and returns False if
+        it cannot: then other sandboxes are closed first.
+        """
         self.roster = Roster()  # Who is where; read by the proxy to plan and to show.
         # `waiting`: how many callers wait for room.
         # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
         self.waiting = self.evicted = self._seen = 0
-        # Awaited before an idle sandbox is closed for room. It keeps the sandbox's state if need be, and returns False
-        # if it cannot: then other sandboxes are closed first. By default no state needs to be kept.
-        self.keep: Callable[[Slot], Awaitable[bool]] = _need_not_keep
-        self._room, self._patience_s = room, patience_s
+        self._room, self._patience_s, self._keep = room, patience_s, keep
         self._changed = asyncio.Condition()
         self._starts = Starts(_STARTS, callers)
         self._closing = 0
@@ -210,7 +222,7 @@ class Pool:
         """Close an idle sandbox whose state is kept, or was found to be irreplaceable before; return whether it was."""
         position = victim.position
         # Once only irreplaceable ones are left, one of them goes: a call that waits comes first.
-        kept = victim.irreplaceable or await self.keep(victim)
+        kept = victim.irreplaceable or await self._keep(victim)
         if victim.state is not SandboxState.IDLE or victim.position is not position:
             # A call has taken the sandbox while its state was kept.
             return False
@@ -257,7 +269,3 @@ class Pool:
         if self.waiting:
             async with self._changed:
                 self._changed.notify_all()
-
-
-async def _need_not_keep(_slot: Slot) -> bool:
-    return True

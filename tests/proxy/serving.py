@@ -30,13 +30,10 @@ class Running:
     """A proxy that serves. `client` has its address as base URL."""
 
     client: httpx.Client
+    engine: Engine
     control: ControlPlane
     driver: MemoryDriver
     address: tuple[str, int]
-
-    @property
-    def engine(self) -> Engine:
-        return self.control.engine
 
     def exec(self, rollout: str, command: str, task: str = "task", **more: Any) -> httpx.Response:
         return self.client.post(f"/t/{task}/r/{rollout}/shell/exec", json={"command": command, **more})
@@ -58,14 +55,15 @@ def serving(
     chosen = Settings(data=data, **{"default_spec": EnvironmentSpec(driver="memory"), "warm_sandboxes": 0, **settings})
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()[:2]
-    made: list[tuple[ControlPlane, uvicorn.Server]] = []
+    made: list[tuple[Engine, ControlPlane, uvicorn.Server]] = []
 
     def serve() -> None:
         # The store belongs to the thread that opens it, so the application is built where it will run.
-        control = ControlPlane.over(build_engine(chosen, {"memory": driver, **(drivers or {})}))
-        control.engine.snapshot_value.reuse = KEEPS_ALL
-        made.append((control, server(assemble(control))))
-        made[0][1].run(sockets=[listener])
+        engine = build_engine(chosen, {"memory": driver, **(drivers or {})})
+        engine.snapshot_value.reuse = KEEPS_ALL
+        control = ControlPlane.over(engine)
+        made.append((engine, control, server(assemble(engine, control))))
+        made[0][2].run(sockets=[listener])
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -73,9 +71,9 @@ def serving(
         with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=30, verify=PLAIN) as client:
             # The socket listens, so this waits until it is served.
             client.get("/readyz").raise_for_status()
-            yield Running(client, made[0][0], driver, address)
+            yield Running(client, *made[0][:2], driver, address)
     finally:
         if made:
-            made[0][1].should_exit = True
+            made[0][2].should_exit = True
         thread.join()
         listener.close()

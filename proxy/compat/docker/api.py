@@ -26,8 +26,8 @@ from proxy.compat.docker.projects import Projects
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
 from proxy.compat.docker.stream import StreamConnection
+from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local
-from proxy.engine import Engine
 from proxy.http.access import Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
@@ -41,19 +41,19 @@ from sandboxes.spec import SHELLLESS_DRIVERS
 class DockerApi:
     """Answers the requests below the endpoint `docker` of all tasks."""
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
-        self._engine = engine
-        self._registry = ContainerRegistry(engine.store, engine.tasks)
-        engine.lifecycle.at_drop.append(self._registry.forget)
-        max_stdin_bytes = engine.settings.max_body_bytes
-        self._images, self._events = ImageRequests(engine), ContainerEvents()
+    def __init__(self, context: EndpointContext, answers: Answers) -> None:
+        self._context = context
+        self._registry = ContainerRegistry(context.store, context.tasks)
+        context.lifecycle.at_drop.append(self._registry.forget)
+        max_stdin_bytes = context.settings.max_body_bytes
+        self._images, self._events = ImageRequests(context), ContainerEvents()
         self._projects = Projects(self._registry)
-        engine.lifecycle.at_drop.append(self._projects.forget)
-        self._calls = ContainerCalls(engine, answers)
+        context.lifecycle.at_drop.append(self._projects.forget)
+        self._calls = ContainerCalls(context, answers)
         self._execs = ContainerExecs(self._registry, self._calls, max_stdin_bytes=max_stdin_bytes)
         self._lifecycle = ContainerLifecycle(
             self._registry, self._execs, self._calls, self._events, self._projects, max_stdin_bytes=max_stdin_bytes,
-            closing=engine.lifecycle.closing,
+            closing=context.lifecycle.closing,
         )  # fmt: skip
         # Names of containers and of rollouts that creations under way have taken: a creation awaits several times.
         self._reserved_names: set[tuple[str, str, str]] = set()
@@ -236,7 +236,7 @@ class DockerApi:
     async def _load(self, task: str) -> None:
         if not self._registry.is_loaded(task):
             await self._registry.load(task)
-        opened = await self._engine.tasks.open(task)
+        opened = await self._context.tasks.open(task)
         if opened.spec.driver in SHELLLESS_DRIVERS or opened.spec.upstreams:
             raise RefusalError(404, "docker", f"This task's driver, {opened.spec.driver!r}, runs no processes.")
 
@@ -308,7 +308,7 @@ class DockerApi:
         grant.require_rollout(name)
         self._reserved_rollouts.add((task, name))
         try:
-            rollout = await self._engine.tasks.open_rollout(task, name, environment=environment)
+            rollout = await self._context.tasks.open_rollout(task, name, environment=environment)
         finally:
             self._reserved_rollouts.discard((task, name))
         if rollout.tree.spec.services.keys() != environment.services.keys() and environment.services:

@@ -8,8 +8,8 @@ from proxy.compat.docker import archives
 from proxy.compat.docker.containers import Container
 from proxy.compat.docker.output import OutputListener
 from proxy.compat.docker.requests import DockerRequest
+from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local
-from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.http.answer_cache import Answers, PreparedAnswer
 from proxy.refusals import RefusalError
@@ -25,13 +25,13 @@ NoteLoss = Callable[[Rollout, str], Awaitable[None]]
 class ContainerCalls:
     """Answers calls of containers' rollouts from the tree, or by running them."""
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
-        self._engine, self._answers = engine, answers
+    def __init__(self, context: EndpointContext, answers: Answers) -> None:
+        self._context, self._answers = context, answers
         self.at_loss: list[NoteLoss] = []
 
     def known(self, rollout: Rollout, call: ToolCall) -> tuple[Record, PreparedAnswer] | None:
         """Return a command's record and answer, and take the step; None if the tree does not know it."""
-        record = self._engine.step.known(rollout, call_key(call))
+        record = self._context.step.known(rollout, call_key(call))
         return None if record is None else (record, self._answers.of(record))
 
     async def run(self, rollout: Rollout, call: ToolCall, listener: OutputListener | None = None) -> bytes:
@@ -84,11 +84,11 @@ class ContainerCalls:
         return answer.status, answer.body
 
     async def _record(self, rollout: Rollout, call: ToolCall, key: CallKey, listener: OutputListener | None) -> Record:
-        record = self._engine.step.known(rollout, key)
+        record = self._context.step.known(rollout, key)
         if record is not None:
             return record
         try:
-            return (await self._engine.step.run(rollout, call, key, listener)).record
+            return (await self._context.step.run(rollout, call, key, listener)).record
         except StateLostError as error:
             for note in self.at_loss:
                 await note(rollout, str(error))

@@ -59,12 +59,11 @@ class DockerEndpoint:
     path_part = b"/docker"
 
     def __init__(self, context: EndpointContext) -> None:
-        engine = context.engine
-        self._api = DockerApi(engine, engine.answers)
+        self._api = DockerApi(context, context.answers)
         self._address_of, self._count = context.address_of, context.count
-        self._max_streams = engine.settings.max_requests
+        self._max_streams = context.settings.max_requests
         self._open_streams = 0
-        engine.lifecycle.before_close.append(self._api.aclose)
+        context.lifecycle.before_close.append(self._api.aclose)
 
     def owns(self, scope: Mapping[str, Any]) -> bool:
         """Return whether a request is for this endpoint."""

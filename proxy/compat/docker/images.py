@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from proxy.compat.docker import responses
 from proxy.compat.docker.requests import NO_PAGE, DockerRequest
+from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local
-from proxy.engine import Engine
 from proxy.http.lru_cache import LruCache
 from proxy.refusals import RefusalError
 from sandboxes.errors import SpecError
@@ -22,8 +22,8 @@ _LISTED_IMAGES = 1000
 class ImageRequests:
     """Answers requests about images."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: EndpointContext) -> None:
+        self._context = context
         self._listed = LruCache[str, str](_LISTED_IMAGES)
 
     async def answer(self, request: DockerRequest, task: str) -> Local:
@@ -41,8 +41,8 @@ class ImageRequests:
 
     async def has_images(self, task: str) -> bool:
         """Return whether the containers of a task are made from the images that clients name."""
-        opened = await self._engine.tasks.open(task)
-        return opened.origin is None and self._engine.settings.runs_images
+        opened = await self._context.tasks.open(task)
+        return opened.origin is None and self._context.settings.runs_images
 
     async def config(self, task: str, image: str) -> Mapping[str, Any]:
         """Return the defaults of an image. Raises RefusalError (404) if the image does not exist.
@@ -50,17 +50,17 @@ class ImageRequests:
         For a task that was created with an environment, they are those of the environment's image, whatever image the
         client names; empty if its driver has no images.
         """
-        opened = await self._engine.tasks.open(task)
+        opened = await self._context.tasks.open(task)
         spec = opened.spec if opened.origin is not None else None
-        if spec is None and self._engine.settings.runs_images and image.startswith("/"):
+        if spec is None and self._context.settings.runs_images and image.startswith("/"):
             raise RefusalError(404, "docker", f"No such image: {image}. Only a task's environment names a file.")
-        if self._engine.settings.runs_images and (spec is None or spec.image):
+        if self._context.settings.runs_images and (spec is None or spec.image):
             real_image = spec.image if spec is not None and spec.image else image
             try:
                 return await self._of_driver.config(real_image)
             except SpecError:
                 raise RefusalError(404, "docker", f"No such image: {real_image}") from None
-        if spec is None and not self._engine.settings.any_image:
+        if spec is None and not self._context.settings.any_image:
             raise RefusalError(
                 404, "docker", f"No such image: {image}. PUT the task with an environment, or serve with the driver "
                 "local (FORKPOINT_DRIVERS), or with any_image."
@@ -69,17 +69,17 @@ class ImageRequests:
 
     @property
     def _of_driver(self) -> "Images":
-        return cast("LocalDriver", self._engine.drivers["local"]).images
+        return cast("LocalDriver", self._context.drivers["local"]).images
 
     async def _list(self, request: DockerRequest, task: str) -> Local:
         """List the images that containers of this task can name. Harnesses look here before they build an image."""
-        opened = await self._engine.tasks.open(task)
+        opened = await self._context.tasks.open(task)
         wanted = request.filters().get("reference", [])
         names = list(wanted)
         if opened.origin is not None:
             # What the containers are made of is decided; any name that a client asks for stands for it.
             names = names or [opened.spec.image or "forkpoint"]
-        elif self._engine.settings.runs_images:
+        elif self._context.settings.runs_images:
             tags = await self._of_driver.tags()
             names = [tag for tag in tags if not wanted or any(_is_tag(tag, name) for name in wanted)]
         entries = []

@@ -13,7 +13,7 @@ from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.file_requests import WatchRequest
 from proxy.compat.e2b.output_follower import poll_call
 from proxy.compat.e2b.processes import Processes, pid_of
-from proxy.engine import Engine
+from proxy.compat.endpoints import EndpointContext
 from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Node
@@ -23,8 +23,8 @@ from sandboxes.calls import ToolCall
 class DirWatches:
     """Answers requests about the watches of all rollouts. The sandboxes keep all state of watches."""
 
-    def __init__(self, engine: Engine, processes: Processes) -> None:
-        self._engine, self._step, self._processes = engine, engine.step, processes
+    def __init__(self, context: EndpointContext, processes: Processes) -> None:
+        self._context, self._step, self._processes = context, context.step, processes
 
     async def answer(self, rollout: Rollout, request: WatchRequest) -> dict[str, Any]:
         """Answer a request that is no stream. Raises ConnectError if the directory or the watch does not exist."""
@@ -57,7 +57,7 @@ class DirWatches:
 
         self._processes.follower.catch_up(rollout)
         record = (await self._step.run(rollout, numbered_call, own_key)).record
-        error = responses.failure(self._engine.store.records.result(record))
+        error = responses.failure(self._context.store.records.result(record))
         if error is not None:
             raise error
         return watch
@@ -70,7 +70,7 @@ class DirWatches:
         answer = await self._step.poll(rollout, call, call_key(call))
         if answer is None:
             return []
-        result = self._engine.store.records.result(answer.record)
+        result = self._context.store.records.result(answer.record)
         if result.status != 200:
             raise _not_found(str(watch))
         return list(responses.watch_events(result.body))

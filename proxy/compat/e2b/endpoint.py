@@ -62,12 +62,11 @@ class E2bEndpoint:
     """Serves the e2b endpoint of all tasks."""
 
     def __init__(self, context: EndpointContext) -> None:
-        self._engine, self._request_of, self._count = context.engine, context.request_of, context.count
-        engine = context.engine
-        self._processes = Processes(engine)
-        self._watches = DirWatches(engine, self._processes)
-        self._registry = SandboxRegistry(engine, self._processes)
-        self._control = SandboxControl(engine, self._registry)
+        self._context, self._request_of, self._count = context, context.request_of, context.count
+        self._processes = Processes(context)
+        self._watches = DirWatches(context, self._processes)
+        self._registry = SandboxRegistry(context, self._processes)
+        self._control = SandboxControl(context, self._registry)
         # Keys of starts by the bytes that decide them.
         self._keys: LruCache[Hashable, CallKey] = LruCache(_MAX_KEYS)
 
@@ -89,7 +88,7 @@ class E2bEndpoint:
             name == b"e2b-sandbox-id" and value.decode("latin-1") != rollout.name for name, value in deciding
         ):
             return None
-        spec = self._engine.tasks.spec(rollout.task)
+        spec = self._context.tasks.spec(rollout.task)
         headers = tuple(header for header in deciding if header[0] != b"e2b-sandbox-id")
         # Rollouts of a group send the same, so the key holds all that decides the call but the sandbox's own name.
         same = (spec.directory, rollout.tree.id, body, headers, tuple(note.envs.items()))
@@ -111,7 +110,7 @@ class E2bEndpoint:
         try:
             # A small body may unpack to a large one, and its files are digested.
             size = sys.maxsize if request.header("content-encoding") else len(request.body)
-            parsed = await beside(size, requests.read, request, self._engine.tasks.spec(task))
+            parsed = await beside(size, requests.read, request, self._context.tasks.spec(task))
             if isinstance(parsed, ControlRequest) and parsed.verb not in _ENVD_VERBS:
                 await _respond(send, await self._control.answer(task, parsed, request, grant))
                 return None

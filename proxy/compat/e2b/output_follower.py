@@ -26,7 +26,7 @@ from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
-from proxy.engine import Engine
+from proxy.compat.endpoints import EndpointContext
 from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.tree.keys import call_key
@@ -108,8 +108,8 @@ class FollowedRollout:
 class OutputFollower:
     """Polls the followed background processes of all rollouts and sends their output to the connected clients."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._step = engine, engine.step
+    def __init__(self, context: EndpointContext) -> None:
+        self._context, self._step = context, context.step
         self._followed: dict[int, FollowedRollout] = {}
         self._tasks = TaskOwner()
         self._closing: asyncio.Task[None] | None = None
@@ -123,7 +123,7 @@ class OutputFollower:
         self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, sent_bytes: int = 0
     ) -> ProcessChange:
         """Send the recorded result of a start, beyond `sent_bytes`; return END, or DETACH and follow the process."""
-        result = self._engine.store.records.result(record)
+        result = self._context.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))
             return ProcessChange.END
@@ -178,7 +178,7 @@ class OutputFollower:
             followed.polling = self._tasks.spawn("poll E2B processes", self._poll_while_followed(followed))
 
     async def _end_at_shutdown(self) -> None:
-        await self._engine.lifecycle.closing.wait()
+        await self._context.lifecycle.closing.wait()
         for followed in list(self._followed.values()):
             self.end(followed.rollout, ConnectError("unavailable", STOPPED))
 
@@ -190,7 +190,7 @@ class OutputFollower:
 
     def _deliver_poll(self, followed: FollowedRollout, pid: int, record: Record) -> None:
         process = followed.processes[pid]
-        result = self._engine.store.records.result(record)
+        result = self._context.store.records.result(record)
         if result.status == 200:
             change = _deliver(result.body, pid, process.streams)
         else:

@@ -22,7 +22,7 @@ from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.output_follower import OutputFollower, not_found
 from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
-from proxy.engine import Engine
+from proxy.compat.endpoints import EndpointContext
 from proxy.execution.step_notes import Answer
 from proxy.http.answer_cache import hit_headers, response, timing_of
 from proxy.http.lru_cache import LruCache
@@ -130,13 +130,13 @@ def _target(task: asyncio.Task[Answer]) -> Node | None:
 class Processes:
     """Answers requests about the processes of all rollouts; it remembers connections, and the tree the rest."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._step = engine, engine.step
+    def __init__(self, context: EndpointContext) -> None:
+        self._context, self._step = context, context.step
         self._runs: dict[int, ProcessRun] = {}
         # Responses to known starts, by record.
         self._responses: LruCache[int, bytes] = LruCache(_RESPONSES_BYTES, len)
         self._tasks = TaskOwner()
-        self.follower = OutputFollower(engine)  # Polls the background processes.
+        self.follower = OutputFollower(context)  # Polls the background processes.
 
     async def start(self, rollout: Rollout, request: ProcessStart, stream: EventStream) -> None:
         """Start a process. Returns once the process has ended, or is detached and followed."""
@@ -195,12 +195,12 @@ class Processes:
             return None
         whole = self._responses.get(record.id)
         if whole is None:
-            result = self._engine.store.records.result(record)
+            result = self._context.store.records.result(record)
             body = responses.whole_stream(result, pid_of(record.source, record.key))
             if body is None:
                 return None
             headers = [(b"content-type", STREAM.encode()), (b"content-length", b"%d" % len(body))]
-            headers += hit_headers(timing_of(self._engine.store.records.resources(record)))
+            headers += hit_headers(timing_of(self._context.store.records.resources(record)))
             whole = self._responses[record.id] = response(200, headers, body)
         # Last, as on any hit: whatever fails above leaves the rollout where its agent saw it.
         self._step.take(rollout, record)
@@ -236,7 +236,7 @@ class Processes:
             record = self._step.known(rollout, key)
             if record is None:
                 record = (await self._step.run(rollout, call, key)).record
-            return self._engine.store.records.result(record)
+            return self._context.store.records.result(record)
         finally:
             self.follower.call_ended(rollout)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from proxy.compat.e2b.lifetimes import Lifetimes
 from proxy.compat.e2b.processes import Processes
 from proxy.compat.e2b.sandbox_note import SandboxNote
-from proxy.engine import Engine
+from proxy.compat.endpoints import EndpointContext
 from proxy.refusals import RefusalError
 from proxy.tree.rollout import Rollout
 
@@ -28,17 +28,18 @@ class RunningSandbox(NamedTuple):
 class SandboxRegistry:
     """The sandboxes of all tasks: finds, stores, pauses, resumes and ends them."""
 
-    def __init__(self, engine: Engine, processes: Processes) -> None:
-        self._engine, self._processes = engine, processes
+    def __init__(self, context: EndpointContext, processes: Processes) -> None:
+        self._context, self._processes = context, processes
         self._lifetimes = Lifetimes(self._end_if_over)
-        engine.lifecycle.before_close.append(self._lifetimes.aclose)
-        engine.lifecycle.at_drop.append(self.forget)
+        context.lifecycle.before_close.append(self._lifetimes.aclose)
+        context.lifecycle.at_drop.append(self.forget)
         self._notes: dict[int, SandboxNote] = {}
         self._read_tasks: set[str] = set()
 
     async def find(self, task: str, name: str) -> RunningSandbox | None:
         """Return a sandbox; None if it does not exist or has ended."""
-        rollout = self._engine.tasks.rollouts.running.get((task, name)) or await self._engine.tasks.running(task, name)
+        tasks = self._context.tasks
+        rollout = tasks.rollouts.running.get((task, name)) or await tasks.running(task, name)
         if rollout is None:
             return None
         note = self.note(rollout)
@@ -66,8 +67,8 @@ class SandboxRegistry:
         """Return what is stored about a rollout's sandbox."""
         now = time.time()
         if rollout.task not in self._read_tasks:
-            for name, text in self._engine.store.notes.of_task(rollout.task, _PROTOCOL).items():
-                noted = self._engine.tasks.rollouts.running.get((rollout.task, name))
+            for name, text in self._context.store.notes.of_task(rollout.task, _PROTOCOL).items():
+                noted = self._context.tasks.rollouts.running.get((rollout.task, name))
                 if noted is not None:
                     self._notes[noted.id] = SandboxNote.decode(text, now)
                     self._lifetimes.watch(noted, self._notes[noted.id])
@@ -80,7 +81,7 @@ class SandboxRegistry:
         """Store what is known about a sandbox, and set its timer accordingly."""
         self._notes[rollout.id] = note
         self._lifetimes.watch(rollout, note)
-        self._engine.tasks.rollouts.note(rollout, _PROTOCOL, note.encode())
+        self._context.tasks.rollouts.note(rollout, _PROTOCOL, note.encode())
 
     def pause(self, sandbox: RunningSandbox) -> None:
         """Pause a sandbox and end its streams. The state stays in the tree; nothing else needs to be kept."""
@@ -99,7 +100,7 @@ class SandboxRegistry:
     def forget(self, task: str) -> None:
         """Forget a task that another proxy may change from now on; it is read again when it is used."""
         self._read_tasks.discard(task)
-        for (owner, _), rollout in self._engine.tasks.rollouts.running.items():
+        for (owner, _), rollout in self._context.tasks.rollouts.running.items():
             if owner == task and self._notes.pop(rollout.id, None) is not None:
                 self._lifetimes.forget(rollout)
                 self._processes.end(rollout, "another proxy serves it now")
@@ -107,8 +108,8 @@ class SandboxRegistry:
     async def end(self, rollout: Rollout, reason: str) -> None:
         """End a rollout's sandbox with its running command, which is detached. Open streams get the reason."""
         # The call under way would otherwise keep the turn until its command ends.
-        self._engine.step.detach(rollout)
-        await self._engine.tasks.rollouts.finish_in_turn(rollout)
+        self._context.step.detach(rollout)
+        await self._context.tasks.rollouts.finish_in_turn(rollout)
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")
         self._lifetimes.forget(rollout)
         self._notes.pop(rollout.id, None)

@@ -22,8 +22,8 @@ from proxy.compat.e2b.responses import json_response
 from proxy.compat.e2b.sandbox_note import DEFAULT_TEMPLATE, SandboxNote
 from proxy.compat.e2b.sandbox_registry import RunningSandbox, SandboxRegistry
 from proxy.compat.e2b.snapshots import SandboxSnapshots, is_snapshot
+from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local, Request
-from proxy.engine import Engine
 from proxy.http.access import Grant
 from proxy.names import named
 from proxy.refusals import RefusalError
@@ -43,9 +43,9 @@ _BEYOND_ONE_SANDBOX = frozenset({"create", "fork", "snapshots", "forget"})
 class SandboxControl:
     """Answers the control plane's requests about the sandboxes of all tasks."""
 
-    def __init__(self, engine: Engine, registry: SandboxRegistry) -> None:
-        self._engine, self._registry = engine, registry
-        self._snapshots = SandboxSnapshots(engine, registry)
+    def __init__(self, context: EndpointContext, registry: SandboxRegistry) -> None:
+        self._context, self._registry = context, registry
+        self._snapshots = SandboxSnapshots(context, registry)
         self._created: OrderedDict[tuple[str, str], str] = OrderedDict()
 
     async def answer(self, task: str, control: ControlRequest, request: Request, grant: Grant) -> Local:
@@ -113,11 +113,11 @@ class SandboxControl:
 
     async def _begin(self, task: str, name: str, template: str) -> Rollout:
         """Begin a rollout at a snapshot's node, or at the root of the environment that a template names."""
-        tasks = self._engine.tasks
+        tasks = self._context.tasks
         if is_snapshot(template):
             opened = await tasks.open(task)
             return tasks.rollouts.begin(opened, name, *self._snapshots.node(opened, template))
-        base = self._engine.settings.e2b_templates.get(template)
+        base = self._context.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
         environment = None if is_default else EnvironmentRequest(template, base=base)
         try:
@@ -128,17 +128,17 @@ class SandboxControl:
             raise RefusalError(404, "not-found", f"template {template!r} cannot be used: {error}") from error
 
     async def _new_name(self, task: str, request: Request) -> str:
-        if request.rollout and await self._engine.tasks.running(task, request.rollout) is None:
+        if request.rollout and await self._context.tasks.running(task, request.rollout) is None:
             return request.rollout
         # The URL's rollout runs already, so this is a further sandbox below the same base URL.
         return named("rollout", f"{request.rollout}-{request.fresh}" if request.rollout else f"i{request.fresh}")
 
     async def _list(self, task: str, query: dict[str, str], request: Request, grant: Grant) -> Local:
-        await self._engine.tasks.open(task)
+        await self._context.tasks.open(task)
         metadata = dict(parse_qsl(query.get("metadata", "")))
         states = set(query["state"].split(",")) if query.get("state") else {"running", "paused"}
         listed, now = [], time.time()
-        for (rollout_task, name), rollout in self._engine.tasks.rollouts.running.items():
+        for (rollout_task, name), rollout in self._context.tasks.rollouts.running.items():
             # Names that begin with ~ belong to the proxy's own forks.
             if rollout_task != task or name.startswith("~") or not _is_below(request.rollout, name):
                 continue
@@ -177,7 +177,7 @@ class SandboxControl:
     async def _fork(self, sandbox: RunningSandbox, body: dict[str, Any], request: Request) -> Local:
         """Begin rollouts at the sandbox's node. Nothing is copied: the tree shares the state."""
         rollout, count, duration_s = sandbox.rollout, fork_count(body), timeout_s(body)
-        async with self._engine.step.order.hold(rollout):
+        async with self._context.step.order.hold(rollout):
             tree, node = rollout.tree, rollout.node
         forks = []
         for number in range(count):
@@ -187,8 +187,8 @@ class SandboxControl:
                 sandbox.note, mortal=True, started_at=now, ends_at=now + duration_s, timeout_s=duration_s, snapshots=[]
             )
             name = named("rollout", f"{rollout.name}-{request.fresh}{number}")
-            task = await self._engine.tasks.open(rollout.task)
-            self._registry.write(self._engine.tasks.rollouts.begin(task, name, tree, node), note)
+            task = await self._context.tasks.open(rollout.task)
+            self._registry.write(self._context.tasks.rollouts.begin(task, name, tree, node), note)
             forks.append({"sandbox": responses.sandbox(name, note)})
         return json_response(forks, 201)
 

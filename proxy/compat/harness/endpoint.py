@@ -44,7 +44,7 @@ class HarnessEndpoint:
     """Serves the harness endpoint of all tasks."""
 
     def __init__(self, context: EndpointContext) -> None:
-        self._engine, self._count = context.engine, context.count
+        self._context, self._count = context, context.count
         self._running: dict[tuple[str, str], Run] = {}
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
@@ -61,12 +61,12 @@ class HarnessEndpoint:
         # What is refused has begun no rollout. Nothing awaits from here to the begin: the place stays free.
         self._check(request, task.name, tree.spec)
         labels = labels_of(scope, scope["headers"])
-        rollouts = self._engine.tasks.rollouts
+        rollouts = self._context.tasks.rollouts
         rollout = task.rollouts.get(address.rollout) or rollouts.begin(task, address.rollout, tree, node, labels=labels)
         if name in self._running:
             raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
         begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
-        run = Run(self._engine, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
+        run = Run(self._context, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
 
         async def content(send: Any) -> None:
             try:
@@ -95,7 +95,7 @@ class HarnessEndpoint:
         if not (request.command or spec.harness.command):
             raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
         if spec.confined:
-            self._engine.settings.source_rules.check_url(request.upstream)
+            self._context.settings.source_rules.check_url(request.upstream)
 
     async def _place(
         self, task_name: str, name: str, request: HarnessRequest
@@ -104,26 +104,26 @@ class HarnessEndpoint:
 
         A rollout of this name that runs goes on. With a parent, it must have begun as that one.
         """
-        tasks = self._engine.tasks
+        tasks = self._context.tasks
         task = await tasks.open(task_name)
         if request.parent is None:
             task = task if name in task.rollouts else await tasks.current(task)
             tree = (task.rollouts.get(name) or task).tree
             return task, tree, tree.root, []
         tree, node = self._position(task_name, request.parent)
-        nodes = await harness_nodes(self._engine, node)
+        nodes = await harness_nodes(self._context, node)
         turn = len(nodes) - 1 if request.turn is None else request.turn
         if not 0 <= turn < len(nodes):
             raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
         if (running := task.rollouts.get(name)) is not None:
-            made = await harness_nodes(self._engine, running.node)
+            made = await harness_nodes(self._context, running.node)
             return task, running.tree, running.node, self._rest(name, made, nodes[: turn + 1])
-        begin, responses = entrance(self._engine, nodes, turn)
+        begin, responses = entrance(self._context, nodes, turn)
         return task, tree, begin or tree.root, responses
 
     def _rest(self, name: str, made: Sequence[Node], shared: Sequence[Node]) -> list[ModelResponse]:
         """Return what the model is still to say in a run that was cut off, so that it comes to its parent's turn."""
-        call_of = self._engine.store.records.call
+        call_of = self._context.store.records.call
         calls = [[call_of(node.origin) for node in nodes if node.origin is not None] for nodes in (made, shared)]
         if any(one.arguments.get("said") != other.arguments.get("said") for one, other in zip(*calls, strict=False)):
             raise RefusalError(
@@ -134,13 +134,13 @@ class HarnessEndpoint:
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
         """Return where a rollout is, or was when it ended."""
-        engine = self._engine
-        if (running := engine.tasks.rollouts.running.get((task_name, name))) is not None:
+        context = self._context
+        if (running := context.tasks.rollouts.running.get((task_name, name))) is not None:
             return running.tree, running.node
-        engine.journal.fold()
-        task = engine.tasks.get(task_name)
-        rows = engine.store.rollouts.of_task(task_name, name=name, newest=True, limit=1)
-        position = engine.tasks.position(task, rows[0]["node"]) if rows and task is not None else None
+        context.journal.fold()
+        task = context.tasks.get(task_name)
+        rows = context.store.rollouts.of_task(task_name, name=name, newest=True, limit=1)
+        position = context.tasks.position(task, rows[0]["node"]) if rows and task is not None else None
         if position is None:
             raise RefusalError(404, "no-such-rollout", f"there is no rollout {name!r} whose turns could be entered.")
         return position

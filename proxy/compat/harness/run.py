@@ -10,10 +10,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness import turns
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.turns import ModelResponse, Path
-from proxy.engine import Engine
 from proxy.execution.step_notes import Answer
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record
@@ -27,11 +27,11 @@ _AT_ONCE = 200
 """How many turns are looked up before the event loop goes on with other work: some milliseconds."""
 
 
-async def harness_nodes(engine: Engine, node: Node) -> list[Node]:
+async def harness_nodes(context: EndpointContext, node: Node) -> list[Node]:
     """Return the nodes at the ends of the turns from the root to a node. 20 us for each call of the path."""
     nodes = []
     while (origin := node.origin) is not None:
-        if engine.store.records.call_without_upload(origin.call).endpoint == turns.ENDPOINT:
+        if context.store.records.call_without_upload(origin.call).endpoint == turns.ENDPOINT:
             nodes.append(node)
         node = origin.source
         # Paths of ten thousand calls must not keep hits waiting.
@@ -40,9 +40,9 @@ async def harness_nodes(engine: Engine, node: Node) -> list[Node]:
     return nodes[::-1]
 
 
-async def path_to(engine: Engine, node: Node) -> Path:
+async def path_to(context: EndpointContext, node: Node) -> Path:
     """Return the turns from the root to a node. Raises DamagedError if an answer is damaged."""
-    nodes, records = await harness_nodes(engine, node), engine.store.records
+    nodes, records = await harness_nodes(context, node), context.store.records
     begin = len(nodes)
     # Before a response without others, one request had waited: what was asked earlier has had its response.
     while begin > 0:
@@ -56,13 +56,13 @@ async def path_to(engine: Engine, node: Node) -> Path:
     return path
 
 
-def entrance(engine: Engine, nodes: Sequence[Node], turn: int) -> tuple[Node | None, list[ModelResponse]]:
+def entrance(context: EndpointContext, nodes: Sequence[Node], turn: int) -> tuple[Node | None, list[ModelResponse]]:
     """Return where a rollout begins that is to come to a turn, and the responses that lead there.
 
     That is the nearest turn that is kept. Without one it is the root (None), and the harness is started once more.
     """
     at = next((number for number in range(turn, -1, -1) if nodes[number].snapshot is not None), -1)
-    calls = [engine.store.records.call(_origin(node)) for node in nodes[at + 1 : turn + 1]]
+    calls = [context.store.records.call(_origin(node)) for node in nodes[at + 1 : turn + 1]]
     responses = [turns.response_of(call) for call in calls]
     return (nodes[at] if at >= 0 else None), [response for response in responses if response is not None]
 
@@ -77,14 +77,14 @@ class Run:
 
     def __init__(
         self,
-        engine: Engine,
+        context: EndpointContext,
         rollout: Rollout,
         model: Model,
         begin: Mapping[str, Any],
         recorded: Sequence[ModelResponse] = (),
     ) -> None:
         """Prepare a run. `begin` overrides the spec's command and variables; `recorded` answers before the model."""
-        self._engine, self._rollout, self._model, self._begin = engine, rollout, model, begin
+        self._context, self._rollout, self._model, self._begin = context, rollout, model, begin
         self._recorded = deque(recorded)
         self._path = Path()
         self._is_cut = False
@@ -98,7 +98,7 @@ class Run:
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
         node = self._rollout.node
-        self._path = await path_to(self._engine, node)
+        self._path = await path_to(self._context, node)
         # A run that was cut off may have left the state of its last turn in a sandbox alone.
         keeping = start(self._keep(node)) if self._path.turns >= 0 and self._is_kept(node) else None
         turn: asyncio.Task[Answer] | None = None
@@ -114,13 +114,13 @@ class Run:
                 model_s = time.perf_counter() - began
                 not_kept = "" if keeping is None else await keeping
                 # A turn that was cut off goes on to its end.
-                turn = start(self._engine.step.run(self._rollout, call, key))
+                turn = start(self._context.step.run(self._rollout, call, key))
                 answer = await asyncio.shield(turn)
                 if not self._is_of(answer, call):
                     # In a cluster, a request that another owner has begun to answer gets the steps from then first.
                     self._recorded.extendleft([] if response is None else [response])
                     continue
-                self._path.advance(call, self._engine.answers.of(answer.record).body)
+                self._path.advance(call, self._context.answers.of(answer.record).body)
                 keeping = self._keeping(answer)
                 yield self._event(answer, model_s, not_kept)
         except (asyncio.CancelledError, GeneratorExit):
@@ -140,7 +140,7 @@ class Run:
 
     def _is_of(self, answer: Answer, call: ToolCall) -> bool:
         """Return whether an answer is that of a call. No two turns of a path deliver to one connection."""
-        made = self._engine.store.records.call_without_upload(answer.record.call)
+        made = self._context.store.records.call_without_upload(answer.record.call)
         return made.tool == call.tool and made.arguments.get("connection") == call.arguments.get("connection")
 
     def _is_kept(self, node: Node) -> bool:
@@ -165,7 +165,7 @@ class Run:
     async def _keep(self, node: Node) -> str:
         """Keep the state after a turn while the model works; return why it could not be kept, or nothing."""
         try:
-            await self._engine.restorer.take_snapshot(self._rollout.tree, node)
+            await self._context.restorer.take_snapshot(self._rollout.tree, node)
         except (NotFreezableError, SandboxError) as error:
             return str(error)
         return ""

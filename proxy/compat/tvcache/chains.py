@@ -15,10 +15,10 @@ from typing import Any
 import orjson
 import structlog
 
+from proxy.compat.endpoints import EndpointContext
 from proxy.compat.tvcache.held_states import HeldStates
 from proxy.compat.tvcache.requests import CacheRequest, call_of, history_test, key_of
 from proxy.compat.tvcache.walkers import ChainWalkers
-from proxy.engine import Engine
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.labels import Labels
 from proxy.tree.task import Task
@@ -51,9 +51,9 @@ class _Clients:
 class Chains:
     """Answers the requests of the cache API from the trees of tasks."""
 
-    def __init__(self, engine: Engine) -> None:
-        """Create the chains of all tasks of an engine that is not open yet."""
-        self._engine, self._walkers = engine, ChainWalkers(engine)
+    def __init__(self, context: EndpointContext) -> None:
+        """Create the chains of all tasks of a proxy that is not open yet."""
+        self._context, self._walkers = context, ChainWalkers(context)
         self._clients: dict[int, _Clients] = {}
 
     def get(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Chains:
         if not request.chain or len(path) < len(request.chain):
             return {"found": False, "env_id": None, "value": None, "tool_exec_time": None}
         record = path[-1]
-        value = orjson.loads(self._engine.answers.of(record).body)
+        value = orjson.loads(self._context.answers.of(record).body)
         self._walkers.count_hit(task, caller.connection, caller.labels, record)
         sandbox = self._of(task.tree).held.at(record.target) if request.whole else None
         return {"found": True, "env_id": sandbox, "value": value, "tool_exec_time": record.seconds}
@@ -111,7 +111,7 @@ class Chains:
         record = self._readable(task.tree, task.tree.root, call_key(history_test(request.chain)))
         if record is None:
             return {"found": False, "test_result": None}
-        value = orjson.loads(self._engine.answers.of(record).body)
+        value = orjson.loads(self._context.answers.of(record).body)
         self._walkers.count_hit(task, caller.connection, caller.labels, record)
         return {"found": True, "test_result": value}
 
@@ -143,7 +143,7 @@ class Chains:
 
     def _readable(self, tree: Tree, node: Node, key: CallKey) -> Record | None:
         record = node.records.get(key)
-        return record if record is not None and self._engine.executor.is_readable(tree, record) else None
+        return record if record is not None and self._context.executor.is_readable(tree, record) else None
 
     async def _record_chain(self, task: Task, request: CacheRequest, caller: Caller, stopped: list[str]) -> Node | None:
         """Record the reported calls of a chain; return its last node, or None if the tree does not reach it."""
@@ -181,12 +181,12 @@ class Chains:
         known = self._readable(task.tree, node, key)
         if known is None:
             rollout = self._walkers.at(task, caller.connection, caller.labels, node)
-            answer = await self._engine.step.run(rollout, call, key)
+            answer = await self._context.step.run(rollout, call, key)
             return None if answer.record.private else answer.record
-        if self._engine.answers.of(known).body == report.answer:
+        if self._context.answers.of(known).body == report.answer:
             return known
         lost = task.tree.quarantine(known, _DIFFERS)
-        self._engine.audit.save_finding(task.tree, known, lost, quarantined=True)
+        self._context.audit.save_finding(task.tree, known, lost, quarantined=True)
         stopped += self._of(task.tree).held.drop(lost)
         log.warning("a client's call differs from its record, and is shared no more", task=task.name, record=known.id)
         return None

@@ -33,8 +33,8 @@ class TvcacheEndpoint:
     """Serves the tvcache endpoint of all tasks."""
 
     def __init__(self, context: EndpointContext) -> None:
-        self._engine, self._request_of = context.engine, context.request_of
-        self._chains = Chains(context.engine)
+        self._context, self._request_of = context, context.request_of
+        self._chains = Chains(context)
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Answer a request. Raises RefusalError if it is malformed, hidden, or of a task with the proxy's sandboxes."""
@@ -43,7 +43,7 @@ class TvcacheEndpoint:
         # The grant was checked for the URL's task only.
         grant.require(request.task)
         grant.require_no_rollout()
-        if self._engine.gate is not None:
+        if self._context.gate is not None:
             raise RefusalError(501, "cluster", "members of a cluster do not serve this: its URL names no task.")
         task = await self._task(request)
         caller = Caller(scope.get("client"), labels_of(scope, scope["headers"]))
@@ -75,8 +75,8 @@ class TvcacheEndpoint:
 
     async def _task(self, request: CacheRequest) -> Task | None:
         """Return the task of a request; None if there is none and the request reports nothing."""
-        tasks = self._engine.tasks
-        if self._engine.store.tasks.get(request.task) is None:
+        tasks = self._context.tasks
+        if self._context.store.tasks.get(request.task) is None:
             if request.verb in _UNKNOWN:
                 return None
             # Two first reports may both find the task missing: at worst the same spec is written twice.

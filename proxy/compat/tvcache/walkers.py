@@ -9,7 +9,7 @@ import time
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from proxy.engine import Engine
+from proxy.compat.endpoints import EndpointContext
 from proxy.lifecycle import BackgroundWork
 from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
@@ -33,11 +33,11 @@ class _Walker:
 class ChainWalkers:
     """The walkers of all tasks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, context: EndpointContext) -> None:
+        self._context = context
         self._walkers: dict[tuple[str, Hashable], _Walker] = {}
-        engine.lifecycle.background.append(BackgroundWork("end idle clients", _EVERY_S, self._end_idle))
-        engine.lifecycle.before_close.append(self._end_all)
+        context.lifecycle.background.append(BackgroundWork("end idle clients", _EVERY_S, self._end_idle))
+        context.lifecycle.before_close.append(self._end_all)
 
     def count_hit(self, task: Task, client: Hashable, labels: Labels, record: Record) -> None:
         """Count a hit. The library looks an answer up twice, first whether it exists: that counts once."""
@@ -47,7 +47,7 @@ class ChainWalkers:
             return
         walker.latest = record
         walker.rollout.node = record.source
-        self._engine.step.take(walker.rollout, record)
+        self._context.step.take(walker.rollout, record)
 
     def at(self, task: Task, client: Hashable, labels: Labels, node: Node) -> Rollout:
         """Return the rollout of a connection, placed at a node. The caller makes its call before the next request."""
@@ -60,7 +60,7 @@ class ChainWalkers:
         walker = self._walkers.get((task.name, client))
         if walker is None or walker.rollout.finished or walker.rollout.tree is not task.tree:
             name = f"tvclient-{secrets.token_hex(6)}"
-            rollout = self._engine.tasks.rollouts.begin(task, name, task.tree, task.tree.root, labels=labels)
+            rollout = self._context.tasks.rollouts.begin(task, name, task.tree, task.tree.root, labels=labels)
             walker = self._walkers[task.name, client] = _Walker(rollout, None, 0.0)
         walker.used_at = time.monotonic()
         return walker
@@ -76,4 +76,4 @@ class ChainWalkers:
             if walker.used_at < before and not walker.rollout.waiting:
                 del self._walkers[key]
                 if not walker.rollout.finished:
-                    await self._engine.tasks.rollouts.finish(walker.rollout)
+                    await self._context.tasks.rollouts.finish(walker.rollout)

@@ -11,9 +11,9 @@ from proxy.audit.auditor import SampleSource, Tally
 from proxy.audit.confidence import CONFIDENCE, clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
-from proxy.control.routes.params import EngineDep, TaskDep, TreeDep, position_of
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.params import ControlDep, TaskDep, TreeDep, position_of
 from proxy.control.views.resources import NodeName, node_name
-from proxy.engine import Engine
 from proxy.times import UtcTime
 from proxy.tree.task import Task
 from proxy.tree.tree import Tree
@@ -117,55 +117,55 @@ def bounds(rows: list[tuple[str, int, int, int, float]]) -> list[Bound]:
 
 
 @router.get("/tasks/{task}/audit")
-async def get_audit(engine: EngineDep, task: TaskDep, tree: TreeDep) -> AuditView:
+async def get_audit(control: ControlDep, task: TaskDep, tree: TreeDep) -> AuditView:
     """Show the results of audits: bounds on the rate of wrong answers, and the calls that differ."""
-    return _view(engine, task, tree)
+    return _view(control, task, tree)
 
 
 @router.put("/tasks/{task}/audit/masks")
-async def put_masks(engine: EngineDep, task: TaskDep, masks: Masks) -> AuditView:
+async def put_masks(control: ControlDep, task: TaskDep, masks: Masks) -> AuditView:
     """Set the noise that comparisons of this task's answers ignore."""
-    engine.audit.put_masks(task.name, masks)
-    return _view(engine, task, task.tree)
+    control.audit.put_masks(task.name, masks)
+    return _view(control, task, task.tree)
 
 
 @router.post("/tasks/{task}/verify", status_code=202, name="start_audit")
 async def verify(
-    engine: EngineDep, task: TaskDep, audit: Annotated[AuditRequest | None, Body()] = None
+    control: ControlDep, task: TaskDep, audit: Annotated[AuditRequest | None, Body()] = None
 ) -> AuditProgress:
     """Start an audit: recorded calls run again in fresh sandboxes. GET …/audit shows its progress."""
     audit = audit or AuditRequest()
-    tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(engine, task, audit.node)
+    tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(control, task, audit.node)
     before = math.inf if audit.before is None else audit.before.timestamp()
-    return _progress(engine.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
+    return _progress(control.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")
-async def stop(engine: EngineDep, tree: TreeDep) -> None:
+async def stop(control: ControlDep, tree: TreeDep) -> None:
     """Stop the running audit. Its results so far are kept."""
-    await engine.audit.stop(tree)
+    await control.audit.stop(tree)
 
 
-def _view(engine: Engine, task: Task, tree: Tree) -> AuditView:
-    running = engine.audit.running(tree)
+def _view(control: ControlPlane, task: Task, tree: Tree) -> AuditView:
+    running = control.audit.running(tree)
     return AuditView(
         task=task.name,
         root=node_name(tree.root),
-        bounds=bounds(engine.store.audits.totals(tree.id)),
+        bounds=bounds(control.store.audits.totals(tree.id)),
         findings=[
             Finding(
                 record=record,
                 node=f"n{source}",
                 leads_to=f"n{target}",
-                title=title(engine.store.records.call_without_upload(call))[:TITLE_CHARS],
+                title=title(control.store.records.call_without_upload(call))[:TITLE_CHARS],
                 why=why,
                 quarantined=bool(quarantined),
                 found_at=noticed_at,
             )
-            for record, source, target, call, why, quarantined, noticed_at in engine.store.audits.findings(tree.id)
+            for record, source, target, call, why, quarantined, noticed_at in control.store.audits.findings(tree.id)
         ],
-        masks=engine.audit.masks(task.name),
-        quarantine=engine.audit.quarantine,
+        masks=control.audit.masks(task.name),
+        quarantine=control.audit.quarantine,
         running=None if running is None else _progress(running),
     )
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import EngineDep, TaskQuery, granted
+from proxy.control.routes.params import ControlDep, TaskQuery, granted
 from proxy.control.views.resources import NodeName
 from proxy.telemetry.egress_log import EgressEvent
 from proxy.times import UtcTime
@@ -44,7 +44,7 @@ class EgressRequestView(BaseModel):
 
 @router.get("/egress", name="list_egress")
 async def list_egress(
-    engine: EngineDep,
+    control: ControlDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("at", default="-at")],
     task: TaskQuery = None,
@@ -53,11 +53,11 @@ async def list_egress(
     grant = granted(request)
 
     def visible(event: EgressEvent) -> bool:
-        name = engine.store.trees.task_of(event.tree)
+        name = control.store.trees.task_of(event.tree)
         return task in (None, name) and grant.sees(name)
 
-    part = wanted.sorted_part(filter(visible, engine.counts.egress.events), lambda event: (event.number,))
-    return part.page(lambda event: _view(event, engine.store.trees.task_of(event.tree)))
+    part = wanted.sorted_part(filter(visible, control.counts.egress.events), lambda event: (event.number,))
+    return part.page(lambda event: _view(event, control.store.trees.task_of(event.tree)))
 
 
 def _view(event: EgressEvent, task: str) -> EgressRequestView:

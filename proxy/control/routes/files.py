@@ -10,11 +10,11 @@ from fastapi import APIRouter, Path, Request, Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, StreamingResponse
 
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.nodes import leased_state
-from proxy.control.routes.params import EngineDep, PositionDep
+from proxy.control.routes.params import ControlDep, PositionDep
 from proxy.control.views.diff import FileFacts, file_facts, json_text
 from proxy.control.views.resources import node_name
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import fulfils
@@ -64,7 +64,7 @@ class FolderView(BaseModel):
     responses={200: {"content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}}},
 )
 async def read_node_file(
-    engine: EngineDep,
+    control: ControlDep,
     position: PositionDep,
     request: Request,
     path: Annotated[str, Path(description="Path from the root; empty for the root itself.", max_length=1000)],
@@ -74,7 +74,7 @@ async def read_node_file(
     A node without a snapshot gets one first.
     """
     wanted, name = _path_of(request, path), node_name(position[1])
-    found = await _opened(engine, *position, wanted)
+    found = await _opened(control, *position, wanted)
     shown, entry = json_text("/" + wanted), found.entry
     if found.file is not None:
         headers = {**_SAFE, "content-length": str(entry.size_bytes), "content-disposition": "attachment"}
@@ -106,11 +106,11 @@ def _path_of(request: Request, decoded: str) -> str:
     return "/".join(parts)
 
 
-async def _opened(engine: Engine, tree: Tree, node: Node, path: str) -> FrozenPath:
-    driver = engine.drivers.get(tree.spec.driver)
+async def _opened(control: ControlPlane, tree: Tree, node: Node, path: str) -> FrozenPath:
+    driver = control.drivers.get(tree.spec.driver)
     if not fulfils(driver, ReadableStates):
         raise RefusalError(409, "no-files", f"states of driver {tree.spec.driver!r} have no files to read.")
-    async with leased_state(engine, tree, node) as frozen:
+    async with leased_state(control, tree, node) as frozen:
         return await driver.open_frozen(tree.spec, frozen, path)
 
 

@@ -1,6 +1,5 @@
 """The route that compares a group of rollouts by the states that they reached."""
 
-import asyncio
 import sqlite3
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
@@ -12,7 +11,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel
 
 from proxy.control.call_titles import stored_title
-from proxy.control.routes.params import EngineDep, LabelQuery, TaskDep, wanted_labels
+from proxy.control.routes.params import ControlDep, LabelQuery, TaskDep, wanted_labels
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.groups import MadeCall, RolloutWay, Shared, compared, threshold
@@ -68,7 +67,7 @@ class ComparisonView(BaseModel):
 
 @router.get("/tasks/{task}/compare", name="compare_rollouts")
 async def compare(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     label: LabelQuery = None,
     rollout: Annotated[
@@ -81,9 +80,8 @@ async def compare(
     ] = None,
 ) -> ComparisonView:
     """Compare rollouts by state: where they part and end alike, and what only those with a high reward did."""
-    engine.journal.fold()
     read = partial(_compare, task=task.name, labels=wanted_labels(label), names=rollout, above=above)
-    return await asyncio.to_thread(engine.store.database.read_apart, read)
+    return await control.read(read)
 
 
 def _compare(

@@ -8,12 +8,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.files import chunks
 from proxy.control.routes.nodes import leased_state
-from proxy.control.routes.params import EngineDep, PositionDep, TaskDep, granted
+from proxy.control.routes.params import ControlDep, PositionDep, TaskDep, granted
 from proxy.control.routes.transfer import MEDIA_TYPE
 from proxy.control.views.resources import node_name
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import fulfils
@@ -43,12 +43,12 @@ class ImageView(BaseModel):
 
 
 @router.post("/tasks/{task}/nodes/{node}/image")
-async def make_image(engine: EngineDep, request: Request, position: PositionDep, image: NewImage) -> ImageView:
+async def make_image(control: ControlDep, request: Request, position: PositionDep, image: NewImage) -> ImageView:
     """Give the Docker daemon an image of a node's files. Live processes are not part of it."""
     if not granted(request).whole:
         detail = "with a token for some tasks, no image of other tasks may be replaced. Download the image instead."
         raise RefusalError(403, "hidden", detail)
-    return ImageView(id=await _image(engine, *position, image.name, None), name=image.name)
+    return ImageView(id=await _image(control, *position, image.name, None), name=image.name)
 
 
 @router.get(
@@ -57,7 +57,7 @@ async def make_image(engine: EngineDep, request: Request, position: PositionDep,
     responses={200: {"content": {MEDIA_TYPE: {}}}},
 )
 async def download_image(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     position: PositionDep,
     name: Annotated[
@@ -66,9 +66,9 @@ async def download_image(
 ) -> StreamingResponse:
     """Download an image of a node's files as an archive that `docker load` and readers of OCI archives take."""
     # In the directory that is emptied at each start.
-    draft = engine.settings.data / "imports" / f"image-{secrets.token_hex(8)}"
+    draft = control.settings.data / "imports" / f"image-{secrets.token_hex(8)}"
     try:
-        id_ = await _image(engine, *position, name or "", draft.resolve())
+        id_ = await _image(control, *position, name or "", draft.resolve())
         # The file is freed when it is closed, also by a kill.
         archive = draft.open("rb")
     finally:
@@ -84,11 +84,11 @@ async def download_image(
     return StreamingResponse(chunks(archive, size), media_type=MEDIA_TYPE, headers=headers)
 
 
-async def _image(engine: Engine, tree: Tree, node: Node, name: str, target: Path | None) -> str:
-    driver = engine.drivers.get(tree.spec.driver)
+async def _image(control: ControlPlane, tree: Tree, node: Node, name: str, target: Path | None) -> str:
+    driver = control.drivers.get(tree.spec.driver)
     if not fulfils(driver, ImagingDriver):
         raise RefusalError(409, "no-image", f"states of driver {tree.spec.driver!r} cannot become images.")
-    async with leased_state(engine, tree, node) as frozen:
+    async with leased_state(control, tree, node) as frozen:
         try:
             return await driver.image(tree.spec, frozen, name, target)
         except NoImageError as reason:

@@ -3,17 +3,18 @@
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from proxy.control.browsing import own_part, rollouts_through
+from proxy.control.browsing import passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, OwnQuery, PositionDep, RootQuery, TaskDep, tree_of
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.params import ControlDep, OwnQuery, PositionDep, RootQuery, TaskDep, own_of, tree_of
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
 from proxy.control.views.resources import NodeName, node_name
-from proxy.engine import Engine
 from proxy.refusals import RefusalError
 from proxy.storage.errors import StoreError
 from proxy.tree.tree import Node, Tree
@@ -37,19 +38,19 @@ async def get_tree(
     own: OwnQuery = False,
 ) -> TreeView:
     """Show a tree (by default the current one) or the subtree of a node, parents first."""
-    tree = tree_of(control.engine, task, node or root)
+    tree = tree_of(control, task, node or root)
     top = tree.root if node is None else tree.nodes[int(node[1:])]
-    part = await own_part(control.engine, task.name, tree) if own else None
+    part = await own_of(control, task, tree) if own else None
     return control.reader.tree(task, tree, top, depth=depth, limit=limit, own=part)
 
 
 @router.get("/tasks/{task}/nodes/{node}")
 async def get_node(control: ControlDep, task: TaskDep, position: PositionDep) -> NodeDetail:
     """Show a node: its call, answer, effect and hits, the rollouts that passed, and why it has a snapshot or not."""
-    engine, (tree, shown) = control.engine, position
-    passed = await rollouts_through(engine, tree, shown, _LATEST)
-    kept = engine.snapshot_value.explain(shown, tree)
-    return control.reader.detail(task, shown, snapshot_of(engine, shown), kept, passed.items)
+    tree, shown = position
+    latest = rollouts_through(await control.read(partial(passed, tree=tree.id, node=shown.id)), _LATEST)
+    kept = control.snapshot_value.explain(shown, tree)
+    return control.reader.detail(task, shown, snapshot_of(control, shown), kept, latest.items)
 
 
 @router.get("/tasks/{task}/nodes/{node}/path")
@@ -65,12 +66,12 @@ async def get_path(
 
 @router.delete("/tasks/{task}/nodes/{node}")
 async def forget_node(
-    engine: EngineDep,
+    control: ControlDep,
     position: PositionDep,
     end_rollouts: Annotated[bool, Query(description="Also end the rollouts in the subtree.")] = False,
 ) -> Forgotten:
     """Forget a subtree, so that its calls run again. Its rollouts continue without sharing their records."""
-    result = await engine.forgetting.forget(*position, end_rollouts=end_rollouts)
+    result = await control.forgetting.forget(*position, end_rollouts=end_rollouts)
     return Forgotten(nodes=result.nodes, rollouts=result.ended, going_on=result.going_on)
 
 
@@ -78,23 +79,23 @@ async def forget_node(
 async def pin_node(control: ControlDep, task: TaskDep, position: PositionDep, pin: Pin | None = None) -> NodeDetail:
     """Pin a node's snapshot, so that it is never evicted, or unpin it."""
     tree, pinned = position
-    control.engine.pin(tree, pinned, on=pin is None or pin.pinned)
-    return control.reader.detail(task, pinned, snapshot_of(control.engine, pinned))
+    control.pin(tree, pinned, on=pin is None or pin.pinned)
+    return control.reader.detail(task, pinned, snapshot_of(control, pinned))
 
 
 @router.post("/tasks/{task}/nodes/{node}/snapshot")
 async def snapshot_node(control: ControlDep, task: TaskDep, position: PositionDep) -> NodeDetail:
     """Take a node's snapshot now, if it has none."""
     _, kept = position
-    await take_snapshot(control.engine, *position)
-    return control.reader.detail(task, kept, snapshot_of(control.engine, kept))
+    await take_snapshot(control, *position)
+    return control.reader.detail(task, kept, snapshot_of(control, kept))
 
 
-async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
+async def take_snapshot(control: ControlPlane, tree: Tree, node: Node) -> None:
     """Take a node's snapshot, if it has none. Raises RefusalError (409) if it cannot be frozen, or StoreError."""
     name = node_name(node)
     try:
-        await engine.restorer.take_snapshot(tree, node)
+        await control.restorer.take_snapshot(tree, node)
     except NotFreezableError as reason:
         raise RefusalError(409, "not-freezable", f"no snapshot of node {name} can be taken: {reason}") from reason
     if node.snapshot is None:
@@ -102,14 +103,14 @@ async def take_snapshot(engine: Engine, tree: Tree, node: Node) -> None:
 
 
 @asynccontextmanager
-async def leased_state(engine: Engine, tree: Tree, node: Node) -> AsyncIterator[FrozenState]:
+async def leased_state(control: ControlPlane, tree: Tree, node: Node) -> AsyncIterator[FrozenState]:
     """Lease a node's snapshot, which is taken if there is none, for the block."""
-    await take_snapshot(engine, tree, node)
+    await take_snapshot(control, tree, node)
     try:
         # No await since the snapshot was there, so nothing has evicted it.
-        with engine.cache.leased(node) as frozen:
+        with control.cache.leased(node) as frozen:
             yield frozen
     except StateGoneError as error:
         # The next attempt replays the state.
-        engine.cache.failed(node, error, time.monotonic(), reproducible=False)
+        control.cache.failed(node, error, time.monotonic(), reproducible=False)
         raise

@@ -1,13 +1,14 @@
 """Parameters and dependencies that the routes share: names in paths, and the objects that they name."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, Depends, Path, Query
 from starlette.requests import HTTPConnection
 
+from proxy.control.browsing import OwnPart, own_part, own_rows
 from proxy.control.parts import ControlPlane
 from proxy.control.views.resources import NodeName
-from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
@@ -45,31 +46,25 @@ async def control_of(connection: HTTPConnection) -> ControlPlane:
     return control
 
 
-async def engine_of(connection: HTTPConnection) -> Engine:
-    """Return the application's engine."""
-    return (await control_of(connection)).engine
-
-
 ControlDep = Annotated[ControlPlane, Depends(control_of)]
-EngineDep = Annotated[Engine, Depends(engine_of)]
 
 
-async def known_task(engine: EngineDep, task: TaskName) -> Task:
+async def known_task(control: ControlDep, task: TaskName) -> Task:
     """Return the task that the path names. An unknown one is refused with status 404."""
-    return await engine.tasks.find(task)
+    return await control.tasks.find(task)
 
 
 TaskDep = Annotated[Task, Depends(known_task)]
 
 
-async def selected_tree(engine: EngineDep, task: TaskDep, root: RootQuery = None) -> Tree:
+async def selected_tree(control: ControlDep, task: TaskDep, root: RootQuery = None) -> Tree:
     """Return the tree of the task that `root` selects."""
-    return tree_of(engine, task, root)
+    return tree_of(control, task, root)
 
 
-async def position_in_path(engine: EngineDep, task: TaskDep, node: NodePath) -> tuple[Tree, Node]:
+async def position_in_path(control: ControlDep, task: TaskDep, node: NodePath) -> tuple[Tree, Node]:
     """Return the node that the path names, with its tree."""
-    return position_of(engine, task, node)
+    return position_of(control, task, node)
 
 
 async def require_whole(connection: HTTPConnection) -> None:
@@ -101,6 +96,11 @@ PROBLEM: dict[str, Any] = {
 }
 
 
+async def own_of(control: ControlPlane, task: Task, tree: Tree) -> OwnPart:
+    """Return what a task's rollouts did in a tree that tasks share."""
+    return own_part(tree, await control.read(partial(own_rows, task=task.name, tree=tree.id)))
+
+
 def granted(request: HTTPConnection) -> Grant:
     """Return which tasks the request's token may access."""
     grant: Grant = request.scope.get(GRANT, ALL)
@@ -120,24 +120,24 @@ def wanted_labels(queried: list[str] | None) -> dict[str, str]:
     return checked({name: value for name, _, value in pairs})
 
 
-def position_of(engine: Engine, task: Task, name: str) -> tuple[Tree, Node]:
+def position_of(control: ControlPlane, task: Task, name: str) -> tuple[Tree, Node]:
     """Return a node of any of a task's trees, with its tree. Raises RefusalError (404) if there is no such node."""
-    position = engine.tasks.position(task, int(name[1:]))
+    position = control.tasks.position(task, int(name[1:]))
     if position is None:
         detail = f"task {task.name!r} has no node {name}. GET …/tree lists its nodes, GET …/trees its other trees."
         raise RefusalError(404, "no-such-node", detail)
     return position
 
 
-def tree_of(engine: Engine, task: Task, root: str | None) -> Tree:
+def tree_of(control: ControlPlane, task: Task, root: str | None) -> Tree:
     """Return a task's tree with this root or node, or its current tree. Raises RefusalError (404) without one."""
-    return task.tree if root is None else position_of(engine, task, root)[0]
+    return task.tree if root is None else position_of(control, task, root)[0]
 
 
-async def running(engine: Engine, task: str, name: str) -> Rollout:
+async def running(control: ControlPlane, task: str, name: str) -> Rollout:
     """Return a running rollout. Raises RefusalError if there is none (404), or its position is lost (409)."""
-    await engine.tasks.find(task)
-    rollout = await engine.tasks.running(task, name)
+    await control.tasks.find(task)
+    rollout = await control.tasks.running(task, name)
     if rollout is None:
         raise no_rollout(task, name)
     return rollout

@@ -7,10 +7,10 @@ from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Query, Response
 
+from proxy.control.parts import ControlPlane
 from proxy.control.reports import ReportRequest, read_part, read_report
-from proxy.control.routes.params import WHOLE, EngineDep, LabelQuery, TaskDep, wanted_labels
+from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
 from proxy.control.views.report import ReportView
-from proxy.engine import Engine
 from proxy.tree.labels import NAME_PATTERN
 
 T = TypeVar("T")
@@ -25,26 +25,27 @@ router = APIRouter()
 
 
 @router.get("/report", name="get_report", dependencies=[WHOLE])
-async def report(engine: EngineDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> ReportView:
+async def report(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> ReportView:
     """Report hit rate, tool time and rewards of all tasks."""
-    return await _read(engine, read_report, ReportRequest(by, wanted_labels(label), None, price))
+    return await _read(control, read_report, ReportRequest(by, wanted_labels(label), None, price))
 
 
 @router.get("/report/part", include_in_schema=False, dependencies=[WHOLE])
-async def report_part(engine: EngineDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
+async def report_part(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
     """Return what this process has for the report, for the worker that makes the report of all."""
-    part = await _read(engine, read_part, ReportRequest(by, wanted_labels(label), None, price, engine.own_tasks))
+    part = await _read(control, read_part, ReportRequest(by, wanted_labels(label), None, price, control.own_tasks()))
     return Response(await asyncio.to_thread(part.packed), media_type="application/json")
 
 
 @router.get("/tasks/{task}/report", name="get_task_report")
 async def report_task(
-    engine: EngineDep, task: TaskDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0
+    control: ControlDep, task: TaskDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0
 ) -> ReportView:
     """Report hit rate, tool time and rewards of one task."""
-    return await _read(engine, read_report, ReportRequest(by, wanted_labels(label), task.name, price))
+    return await _read(control, read_report, ReportRequest(by, wanted_labels(label), task.name, price))
 
 
-async def _read(engine: Engine, read: Callable[[sqlite3.Connection, ReportRequest], T], request: ReportRequest) -> T:
-    engine.journal.fold()
-    return await asyncio.to_thread(engine.store.database.read_apart, lambda connection: read(connection, request))
+async def _read(
+    control: ControlPlane, read: Callable[[sqlite3.Connection, ReportRequest], T], request: ReportRequest
+) -> T:
+    return await control.read(lambda connection: read(connection, request))

@@ -8,6 +8,7 @@ import orjson
 from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
+from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TaskName, position_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
@@ -16,7 +17,6 @@ from proxy.control.views.diff import DiffView
 from proxy.control.views.nodes import ResourcesView
 from proxy.control.views.resources import NodeName, node_name
 from proxy.dialects.base import Call
-from proxy.engine import Engine
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 from sandboxes.driver import Sandbox, execute
@@ -99,7 +99,7 @@ class TrialView(BaseModel):
 @router.get("/tasks/{task}/nodes/{a}/diff/{b}")
 async def get_diff(control: ControlDep, task: TaskDep, a: NodePath, b: NodePath) -> DiffView:
     """Show what changed from node a to node b: files, shell sessions and databases."""
-    (tree, before), (other_tree, after) = (position_of(control.engine, task, name) for name in (a, b))
+    (tree, before), (other_tree, after) = (position_of(control, task, name) for name in (a, b))
     if tree is not other_tree:
         detail = f"nodes {a} and {b} are in different trees of the task. Compare two nodes of the same tree."
         raise RefusalError(409, "other-tree", detail)
@@ -135,17 +135,16 @@ async def terminal(
     rows: Annotated[int, Query(**_SIZE)] = 24,
 ) -> None:
     """Open a terminal in a scratch fork of a node: bytes both ways, `{"resize": [columns, rows]}` as text."""
-    engine = control.engine
     # A page with a token offers the protocols `forkpoint` and its token. A browser fails if neither is accepted.
     await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
         try:
-            known = await engine.tasks.find(task)
-            tree, at_node = position_of(engine, known, node)
+            known = await control.tasks.find(task)
+            tree, at_node = position_of(control, known, node)
             async with control.scratch_forks.at(tree, at_node) as sandbox:
                 opened = await _open(sandbox, tree.spec.driver, columns, rows)
                 try:
-                    await _forward(websocket, opened, engine)
+                    await _forward(websocket, opened, control)
                 finally:
                     opened.close()
             await websocket.send_text('{"exit": "the shell has ended"}')
@@ -155,7 +154,7 @@ async def terminal(
         except Exception as error:  # noqa: BLE001 - every error becomes a message to the client
             problem = problem_of(error)
             if problem.infrastructure:
-                engine.counts.failure(problem.slug)
+                control.counts.failure(problem.slug)
             await websocket.send_text(problem.body().decode())
             await websocket.close(4000 + problem.status)
 
@@ -170,12 +169,12 @@ async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Termi
     return await sandbox.open_terminal(columns, rows)
 
 
-async def _forward(websocket: WebSocket, terminal: Terminal, engine: Engine) -> None:
+async def _forward(websocket: WebSocket, terminal: Terminal, control: ControlPlane) -> None:
     """Forward bytes both ways until the shell ends, the client disconnects, or the proxy shuts down."""
     ends = {
         start(_send_output(websocket, terminal)),
         start(_receive_input(websocket, terminal)),
-        start(engine.lifecycle.closing.wait()),
+        start(control.lifecycle.closing.wait()),
     }
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 
-from proxy.control.garbage import collect_garbage
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import WHOLE, ControlDep, EngineDep, TaskQuery, granted
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.params import WHOLE, ControlDep, TaskQuery, granted
 from proxy.control.views.resources import (
     Collected,
     SandboxView,
@@ -18,7 +18,6 @@ from proxy.control.views.resources import (
     sandbox_view,
     snapshot_view,
 )
-from proxy.engine import Engine
 from proxy.tree.tree import Node
 from sandboxes.pool.roster import Slot
 from snapshots.snapshot import Snapshot, snapshot_kind
@@ -28,7 +27,7 @@ router = APIRouter()
 
 @router.get("/snapshots")
 async def list_snapshots(
-    engine: EngineDep,
+    control: ControlDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("created_at", "size_bytes", "uses", default="created_at")],
     task: TaskQuery = None,
@@ -42,16 +41,16 @@ async def list_snapshots(
             return False
         if task is None and grant.whole:
             return True
-        name = engine.store.trees.task_of(snapshot.tree)
+        name = control.store.trees.task_of(snapshot.tree)
         return task in (None, name) and grant.sees(name)
 
-    part = wanted.sorted_part(filter(visible, engine.snapshots), lambda s: (getattr(s, wanted.key), s.id))
-    return part.page(lambda snapshot: _snapshot_view(engine, snapshot))
+    part = wanted.sorted_part(filter(visible, control.snapshots), lambda s: (getattr(s, wanted.key), s.id))
+    return part.page(lambda snapshot: _snapshot_view(control, snapshot))
 
 
 @router.get("/sandboxes")
 async def list_sandboxes(
-    engine: EngineDep,
+    control: ControlDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("age_s", "calls", default="-age_s")],
     task: TaskQuery = None,
@@ -61,7 +60,7 @@ async def list_sandboxes(
 ) -> Page[SandboxView]:
     """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
-    names = {rollout.id: (rollout.task, rollout.name) for rollout in engine.tasks.rollouts.running.values()}
+    names = {rollout.id: (rollout.task, rollout.name) for rollout in control.tasks.rollouts.running.values()}
 
     def visible(slot: Slot) -> bool:
         if state is not None and slot.state.value != state:
@@ -71,7 +70,7 @@ async def list_sandboxes(
 
     # An older sandbox has a smaller number; its age changes while pages are read.
     part = wanted.sorted_part(
-        filter(visible, engine.pool.roster.slots),
+        filter(visible, control.pool.roster.slots),
         lambda slot: (slot.calls, -slot.number) if wanted.key == "calls" else (-slot.number,),
     )
     now = time.monotonic()
@@ -79,43 +78,42 @@ async def list_sandboxes(
 
 
 @router.post("/gc", name="collect_garbage", dependencies=[WHOLE])
-async def collect(engine: EngineDep) -> Collected:
+async def collect(control: ControlDep) -> Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
-    return await collect_garbage(engine)
+    return await control.collect_garbage()
 
 
 @router.get("/stats", name="get_stats", dependencies=[WHOLE])
 async def stats(control: ControlDep) -> StatsView:
     """Show the totals since this proxy started, and its budgets."""
-    engine = control.engine
     return StatsView(
         since=control.started_at,
         uptime_s=time.time() - control.started_at,
-        sandboxes=dict(Counter(slot.state.value for slot in engine.pool.roster.slots)),
-        sandboxes_budget=engine.pool.bound.most,
-        sandboxes_bounded_by=engine.pool.bound.by,
-        sandboxes_evicted=engine.pool.evicted,
-        snapshots=len(engine.snapshots),
-        snapshot_bytes=engine.cache.used_bytes,
-        snapshot_budget_bytes=engine.settings.snapshot_bytes,
-        checkpoint_bytes=engine.cache.checkpoint_bytes,
-        checkpoint_budget_bytes=engine.settings.checkpoint_bytes,
-        warm_sandboxes=len(engine.warm.forks()),
-        costs={driver: costs_view(costs) for driver, costs in engine.cache.costs.items()},
-        snapshots_full=bool(engine.cache.full),
-        snapshots_unproven=len(engine.cache.unproven),
-        reuse_rate=engine.snapshot_value.reuse.rate,
-        **engine.counts.as_dict(),
+        sandboxes=dict(Counter(slot.state.value for slot in control.pool.roster.slots)),
+        sandboxes_budget=control.pool.bound.most,
+        sandboxes_bounded_by=control.pool.bound.by,
+        sandboxes_evicted=control.pool.evicted,
+        snapshots=len(control.snapshots),
+        snapshot_bytes=control.cache.used_bytes,
+        snapshot_budget_bytes=control.settings.snapshot_bytes,
+        checkpoint_bytes=control.cache.checkpoint_bytes,
+        checkpoint_budget_bytes=control.settings.checkpoint_bytes,
+        warm_sandboxes=len(control.warm.forks()),
+        costs={driver: costs_view(costs) for driver, costs in control.cache.costs.items()},
+        snapshots_full=bool(control.cache.full),
+        snapshots_unproven=len(control.cache.unproven),
+        reuse_rate=control.snapshot_value.reuse.rate,
+        **control.counts.as_dict(),
     )
 
 
-def snapshot_of(engine: Engine, node: Node) -> SnapshotView | None:
+def snapshot_of(control: ControlPlane, node: Node) -> SnapshotView | None:
     """Return the view of a node's snapshot; None if it has none."""
-    snapshot = engine.snapshots.get(node.snapshot)
-    return None if snapshot is None else _snapshot_view(engine, snapshot)
+    snapshot = control.snapshots.get(node.snapshot)
+    return None if snapshot is None else _snapshot_view(control, snapshot)
 
 
-def _snapshot_view(engine: Engine, snapshot: Snapshot) -> SnapshotView:
+def _snapshot_view(control: ControlPlane, snapshot: Snapshot) -> SnapshotView:
     # A listing must not load trees, so a snapshot of a tree that is not in memory is shown without its value.
-    worth = engine.snapshot_value.prospect(snapshot)
-    return snapshot_view(snapshot, engine.store.trees.task_of(snapshot.tree), worth)
+    worth = control.snapshot_value.prospect(snapshot)
+    return snapshot_view(snapshot, control.store.trees.task_of(snapshot.tree), worth)

@@ -5,11 +5,11 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from proxy.control.paging import ListQuery, Order, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, RootQuery, TaskDep, TaskName, confined, granted, tree_of
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.params import ControlDep, RootQuery, TaskDep, TaskName, confined, granted, tree_of
 from proxy.control.task_totals import TaskTotals
 from proxy.control.views.resources import Batch, WarmView, node_name
 from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
-from proxy.engine import Engine
 from proxy.tree.task import Task
 from sandboxes.driver import AdvisingDriver, fulfils
 from sandboxes.spec import EnvironmentSpec
@@ -27,13 +27,12 @@ async def list_tasks(
     q: Annotated[str, Query(max_length=200, description="Only tasks whose name contains this text.")] = "",
 ) -> Page[TaskSummary]:
     """List the tasks, with the totals of their rollouts."""
-    engine = control.engine
     totals = await control.task_totals.get()
     grant = granted(request)
     tasks = [
         (name, created_at, totals.get(name) or TaskTotals())
-        for name, created_at in engine.store.tasks.all()
-        if q in name and grant.sees(name) and engine.has(name)
+        for name, created_at in control.store.tasks.all()
+        if q in name and grant.sees(name) and control.has(name)
     ]
 
     def order(task: tuple[str, float, TaskTotals]) -> Order:
@@ -43,53 +42,53 @@ async def list_tasks(
             name,
         )
 
-    return wanted.sorted_part(tasks, order).page(lambda task: _summary(engine, *task))
+    return wanted.sorted_part(tasks, order).page(lambda task: _summary(control, *task))
 
 
 @router.put("/tasks/{task}", responses={201: {"model": TaskView}})
 async def put_task(
-    engine: EngineDep, task: TaskName, request: Request, response: Response, spec: EnvironmentSpec | None = None
+    control: ControlDep, task: TaskName, request: Request, response: Response, spec: EnvironmentSpec | None = None
 ) -> TaskView:
     """Set a task's environment. A new environment starts a new tree; running rollouts stay in theirs."""
-    known, created = await engine.tasks.put(task, confined(request, spec or EnvironmentSpec()))
+    known, created = await control.tasks.put(task, confined(request, spec or EnvironmentSpec()))
     response.status_code = 201 if created else 200
-    return _task_view(engine, known)
+    return _task_view(control, known)
 
 
 @router.get("/tasks/{task}")
-async def get_task(engine: EngineDep, task: TaskDep) -> TaskView:
+async def get_task(control: ControlDep, task: TaskDep) -> TaskView:
     """Show a task."""
-    return _task_view(engine, task)
+    return _task_view(control, task)
 
 
 @router.delete("/tasks/{task}", status_code=204)
-async def delete_task(engine: EngineDep, task: TaskName) -> None:
+async def delete_task(control: ControlDep, task: TaskName) -> None:
     """Delete a task with its trees and rollouts."""
-    await engine.forgetting.delete_task(task)
+    await control.forgetting.delete_task(task)
 
 
 @router.post("/tasks/{task}/warm", status_code=202)
-async def warm_task(engine: EngineDep, task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
+async def warm_task(control: ControlDep, task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
     """Prepare sandboxes at a tree's root for the next batch of rollouts, in the background."""
-    tree = tree_of(engine, await engine.tasks.open(task), root)
-    granted = engine.warm.request(tree, batch.count)
+    tree = tree_of(control, await control.tasks.open(task), root)
+    granted = control.warm.request(tree, batch.count)
     return WarmView(
         task=task,
         node=node_name(tree.root),
         granted=granted,
-        ready=engine.warm.ready(tree.root),
-        expires_s=engine.settings.sandbox_idle_s,
+        ready=control.warm.ready(tree.root),
+        expires_s=control.settings.sandbox_idle_s,
     )
 
 
-def _task_view(engine: Engine, task: Task) -> TaskView:
-    driver = engine.drivers.get(task.spec.driver)
+def _task_view(control: ControlPlane, task: Task) -> TaskView:
+    driver = control.drivers.get(task.spec.driver)
     advice = driver.advice(task.spec) if fulfils(driver, AdvisingDriver) else ""
-    return task_view(task, engine.store.tasks.summary(task.name), advice)
+    return task_view(task, control.store.tasks.summary(task.name), advice)
 
 
-def _summary(engine: Engine, name: str, created_at: float, totals: TaskTotals) -> TaskSummary:
-    counts = engine.store.tasks.summary(name)
+def _summary(control: ControlPlane, name: str, created_at: float, totals: TaskTotals) -> TaskSummary:
+    counts = control.store.tasks.summary(name)
     return TaskSummary(
         task=name, created_at=created_at, nodes=counts["nodes"], rollouts=counts["rollouts"],
         running=totals.running, used_at=totals.used_at or None, **totals.as_dict(),

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from fastapi.responses import StreamingResponse
 
-from proxy.control.routes.params import WHOLE, EngineDep, LabelQuery, TaskDep, wanted_labels
-from proxy.engine import Engine
+from proxy.control.parts import ControlPlane
+from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
 from proxy.names import NAME_PATTERN
 from proxy.transfer.format import TOTAL
 from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, count_rollouts, trajectories
@@ -27,16 +27,16 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {}}
 
 @router.get("/trajectories", response_class=StreamingResponse, responses=_RESPONSES, dependencies=[WHOLE])
 async def read_trajectories(
-    engine: EngineDep, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
+    control: ControlDep, label: LabelQuery = None, answer_bytes: AnswerBytes = ANSWER_BYTES
 ) -> StreamingResponse:
     """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
     # In a cluster, the other members have the other tasks.
-    return _stream(engine, TrajectoryRequest(engine.own_tasks, None, wanted_labels(label), answer_bytes))
+    return _stream(control, TrajectoryRequest(control.own_tasks(), None, wanted_labels(label), answer_bytes))
 
 
 @router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
 async def read_task_trajectories(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     label: LabelQuery = None,
     rollout: RolloutQuery = None,
@@ -45,12 +45,12 @@ async def read_task_trajectories(
     turns: TurnsQuery = False,
 ) -> StreamingResponse:
     """Stream the rollouts of one task, with their calls, answers, timings and labels."""
-    return _stream(engine, TrajectoryRequest((task.name,), rollout, wanted_labels(label), answer_bytes, turns))
+    return _stream(control, TrajectoryRequest((task.name,), rollout, wanted_labels(label), answer_bytes, turns))
 
 
-def _stream(engine: Engine, request: TrajectoryRequest) -> StreamingResponse:
-    engine.journal.fold()
-    database = engine.store.database
+def _stream(control: ControlPlane, request: TrajectoryRequest) -> StreamingResponse:
+    control.journal.fold()
+    database = control.store.database
     headers = {"x-accel-buffering": "no"}
     if not request.turns:
         headers[TOTAL] = str(count_rollouts(database, request))

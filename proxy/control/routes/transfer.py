@@ -13,7 +13,7 @@ from starlette.concurrency import iterate_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from proxy.control.routes.files import chunks
-from proxy.control.routes.params import WHOLE, EngineDep, TaskDep, TaskName, TreeDep, confined, granted
+from proxy.control.routes.params import WHOLE, ControlDep, TaskDep, TaskName, TreeDep, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.backup import back_up, known_nodes
@@ -58,7 +58,7 @@ class ImportView(BaseModel):
 
 @router.get("/tasks/{task}/export", response_class=StreamingResponse, responses={200: {"content": {MEDIA_TYPE: {}}}})
 async def export_task(
-    engine: EngineDep, request: Request, task: TaskDep, tree: TreeDep, *, snapshots: bool = False
+    control: ControlDep, request: Request, task: TaskDep, tree: TreeDep, *, snapshots: bool = False
 ) -> StreamingResponse:
     """Download a tree with its answers as a tar file with digests.
 
@@ -66,8 +66,8 @@ async def export_task(
     the recorded responses of hosts outside, which all tasks of an equal environment share.
     """
     recordings = granted(request).whole
-    export = partial(engine.transfer.export, task.name, tree, current=tree is task.tree, recordings=recordings)
-    total = await asyncio.to_thread(engine.transfer.estimated_bytes, tree, snapshots=snapshots)
+    export = partial(control.transfer.export, task.name, tree, current=tree is task.tree, recordings=recordings)
+    total = await asyncio.to_thread(control.transfer.estimated_bytes, tree, snapshots=snapshots)
     headers = {
         "content-disposition": f'attachment; filename="{task.name}.forkpoint.tar"',
         "x-accel-buffering": "no",
@@ -75,7 +75,7 @@ async def export_task(
     }
 
     async def with_snapshots() -> AsyncIterator[bytes]:
-        with engine.transfer.lend_states(tree) as states:
+        with control.transfer.lend_states(tree) as states:
             async for chunk in iterate_in_threadpool(export(states)):
                 yield chunk
 
@@ -84,14 +84,14 @@ async def export_task(
 
 
 @router.post("/tasks/{task}/import", status_code=201, openapi_extra=_BODY)
-async def import_task(engine: EngineDep, task: TaskName, request: Request) -> ImportView:
+async def import_task(control: ControlDep, task: TaskName, request: Request) -> ImportView:
     """Import a tree into a task that has none yet. An incomplete file changes nothing.
 
     If the tree was not the current tree of the exported task, the environment of the importing task stays as it is. The
     tree then serves rollouts that request its environment.
     """
     try:
-        imported = await engine.transfer.take(task, request.stream(), partial(confined, request))
+        imported = await control.transfer.take(task, request.stream(), partial(confined, request))
     except ClientDisconnect as error:
         raise RefusalError(
             400, "import", "the upload ended before the end of the file. Nothing was imported: upload the file again."
@@ -110,17 +110,17 @@ async def import_task(engine: EngineDep, task: TaskName, request: Request) -> Im
     responses={200: {"content": {BACKUP_TYPE: {}, MEDIA_TYPE: {}}}},
     dependencies=[WHOLE],
 )
-async def download_backup(engine: EngineDep, *, snapshots: bool = False) -> StreamingResponse:
+async def download_backup(control: ControlDep, *, snapshots: bool = False) -> StreamingResponse:
     """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it.
 
     With `snapshots`, the file includes the snapshots that do not hold live processes.
     """
-    engine.journal.fold()
+    control.journal.fold()
     # In the directory that is emptied at each start.
-    draft = engine.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
+    draft = control.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
     try:
-        await asyncio.to_thread(back_up, engine.store.database, draft)
-        kept = [snapshot.node for snapshot in engine.snapshots] if snapshots else []
+        await asyncio.to_thread(back_up, control.store.database, draft)
+        kept = [snapshot.node for snapshot in control.snapshots] if snapshots else []
         nodes = await asyncio.to_thread(known_nodes, draft, kept)
         # The file is freed when it is closed, also by a kill.
         backup = draft.open("rb")
@@ -138,9 +138,9 @@ async def download_backup(engine: EngineDep, *, snapshots: bool = False) -> Stre
         )
 
     async def with_snapshots() -> AsyncIterator[bytes]:
-        with engine.transfer.lend_all_states() as states:
+        with control.transfer.lend_all_states() as states:
             async for piece in iterate_in_threadpool(pieces(backup, states, nodes)):
                 yield piece
 
-    total = size + sum(snapshot.size_bytes for snapshot in engine.snapshots)
+    total = size + sum(snapshot.size_bytes for snapshot in control.snapshots)
     return StreamingResponse(with_snapshots(), media_type=MEDIA_TYPE, headers=headers | {TOTAL: str(total)})

@@ -1,14 +1,13 @@
 """Routes of trees of any size: list a task's trees, page through children, search, download answers."""
 
-import asyncio
 from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from proxy.control.browsing import ChildrenView, SearchView, matching, rollouts_through
+from proxy.control.browsing import ChildrenView, SearchView, matching, passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, EngineDep, NodePath, PositionDep, TaskDep, TreeDep, granted
+from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TreeDep, granted
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.nodes import PassedRollout
@@ -25,18 +24,18 @@ router = APIRouter()
 
 @router.get("/tasks/{task}/trees")
 async def list_trees(
-    engine: EngineDep,
+    control: ControlDep,
     task: TaskDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("current", "created_at", "calls", "nodes", "rollouts", default="-current")],
 ) -> Page[TreeSummary]:
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
     read = partial(
-        summaries, task=task.name, shared_owner=engine.store.trees.shared_owner(task.name), current=task.tree.id,
-        default=engine.settings.default_spec, templates=engine.settings.e2b_templates, sees=granted(request).sees,
+        summaries, task=task.name, shared_owner=control.store.trees.shared_owner(task.name), current=task.tree.id,
+        default=control.settings.default_spec, templates=control.settings.e2b_templates, sees=granted(request).sees,
         wanted=wanted,
     )  # fmt: skip
-    return await asyncio.to_thread(engine.store.database.read_apart, read)
+    return await control.read(read)
 
 
 @router.get("/tasks/{task}/nodes/{node}/children")
@@ -64,23 +63,24 @@ async def search(
 ) -> SearchView:
     """Search the calls of a tree by the text of their command, statement or arguments."""
     read = partial(matching, tree=tree.id, query=q, wanted=wanted, most=_MAX_CANDIDATES)
-    rows = await asyncio.to_thread(control.engine.store.database.read_apart, read)
+    rows = await control.read(read)
     return control.browser.search(tree, q, rows, wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/rollouts", name="list_node_rollouts")
 async def list_passed(
-    engine: EngineDep,
+    control: ControlDep,
     position: PositionDep,
     wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
 ) -> Page[PassedRollout]:
     """List the rollouts that reached a node by a call, the latest first."""
-    return await rollouts_through(engine, *position, wanted)
+    tree, node = position
+    return rollouts_through(await control.read(partial(passed, tree=tree.id, node=node.id)), wanted)
 
 
 @router.get("/tasks/{task}/nodes/{node}/answer", response_class=Response, responses={200: {"content": {"*/*": {}}}})
 async def get_answer(
-    engine: EngineDep,
+    control: ControlDep,
     position: PositionDep,
     node: NodePath,
     record: Annotated[
@@ -100,7 +100,7 @@ async def get_answer(
         raise RefusalError(
             404, "no-answer", f"node {node} has no such recorded answer. GET …/nodes/{node} lists its records."
         )
-    result = engine.store.records.result(selected)
+    result = control.store.records.result(selected)
     kind = result.media_type.partition(";")[0].strip().lower()
     headers = {
         "content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff",

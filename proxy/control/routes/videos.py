@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 from pydantic import BaseModel
 
-from proxy.control.routes.params import WHOLE, EngineDep
+from proxy.control.routes.params import WHOLE, ControlDep
 from sandboxes.video.driver import VideoDriver
 
 router = APIRouter()
@@ -45,9 +45,9 @@ class VideosView(BaseModel):
 
 
 @router.get("/videos", dependencies=[WHOLE])
-async def show_videos(engine: EngineDep) -> VideosView:
+async def show_videos(control: ControlDep) -> VideosView:
     """Show the progress of preprocessing, and the number of model requests."""
-    driver = engine.drivers.get("video")
+    driver = control.drivers.get("video")
     if not isinstance(driver, VideoDriver):
         return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0, model_tokens=0)
     return VideosView(**driver.overview())

@@ -42,7 +42,7 @@ def test_first_constant_call_spares_the_second(tmp_path: Path) -> None:
 
     async def body() -> None:
         async with engine(tmp_path) as running:
-            dispatch = Dispatch(running, Addressing(running), {})
+            dispatch = Dispatch(running, Addressing(lambda: running.names, running.store.rollouts), {})
             call = Call(shell("pwd"), call_key(shell("pwd")), constant=True)
             second, calls = FakeExchange(), list[asyncio.Task[None]]()
 

@@ -134,7 +134,7 @@ def others(proxy: Running) -> Any:
 
 def routes(proxy: Running) -> Iterator[tuple[str, str]]:
     """Yield method and path of every route of the application, with the other rollout's names in them."""
-    behind: Any = assemble(proxy.control)._behind
+    behind: Any = assemble(proxy.engine, proxy.control)._behind
     values = {"task": TASK, "rollout": "other", "node": "n1", "path": "index.html"}
     pending = list(behind._behind.routes)
     while pending:

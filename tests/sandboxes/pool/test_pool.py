@@ -312,12 +312,12 @@ def test_a_sandbox_whose_state_cannot_be_kept_is_closed_last() -> None:
         requests.append(slot.owner)
         return slot.owner is not None
 
-    async def test(pool: Pool, driver: Slow) -> None:
+    async def test(_pool: Pool, driver: Slow) -> None:
+        pool = Pool(Room(3), patience_s=5.0, keep=keep)
         # Nobody's would go first, and then the one whose rollout has just begun to think.
         slots = [await pool.start(driver.make, "n1", owner) for owner in (None, 2, 3)]
-        for slot in slots:
-            await pool.release(slot)
-        pool.keep = keep
+        for idle in slots:
+            await pool.release(idle)
         closed = []
         for _ in slots:
             assert await pool.close_victim()
@@ -342,15 +342,14 @@ def test_sandboxes_that_leave_before_their_rollouts_have_ended_are_counted() -> 
 
 
 def test_a_sandbox_that_is_taken_while_its_state_is_kept_stays() -> None:
-    async def test(pool: Pool, driver: Slow) -> None:
+    async def test(_pool: Pool, driver: Slow) -> None:
+        async def keep(leaving: Slot) -> bool:
+            return leaving is not slots[0] or await pool.lease(leaving, "n1", 1)
+
+        pool = Pool(Room(2), patience_s=5.0, keep=keep)
         slots = [await pool.start(driver.make, "n1", owner) for owner in (None, 2)]
         for slot in slots:
             await pool.release(slot)
-
-        async def keep(slot: Slot) -> bool:
-            return slot is not slots[0] or await pool.lease(slot, "n1", 1)
-
-        pool.keep = keep
         assert await pool.close_victim()
         assert [slot.state for slot in slots] == [SandboxState.LEASED, SandboxState.CLOSED]
 
