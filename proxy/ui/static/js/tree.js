@@ -89,6 +89,7 @@ class TreeView {
     const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.which.root;
     if (elsewhere) await this._show(node ?? root).catch(() => {});
     this.which.fixed = Boolean(node ?? params.get("root"));
+    if (params.has("own") !== this.which.own) await this._own(params.has("own"));
     if (params.get("lanes")) this._lanes(true);
     else this._choose(node, false);
   }
@@ -180,10 +181,11 @@ class TreeView {
   }
 
   /** Show only what this task did in a tree that tasks share, or all. */
-  _own(on) {
+  async _own(on) {
     this.setParams({ own: on ? "1" : null });
+    this.toolbar.own.setAttribute("aria-pressed", String(on));
     this.which.own = on;
-    this._again();
+    await this._again();
     this._loadWays(true);
   }
 

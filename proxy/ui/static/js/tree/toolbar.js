@@ -19,11 +19,7 @@ export class Toolbar {
     this.colour = this._select("colour", "Colour", MEASURES, asked.colour);
     this.lanes = toggle("Rollouts", false, {}, (button) => asked.lanes(button.getAttribute("aria-pressed") !== "true"));
     const fold = toggle("Fold chains", true, { class: "fold" }, (button) => pressed(button, asked.fold()));
-    this.own = toggle("Only this task", params.has("own"), { hidden: true }, (button) => {
-      const on = button.getAttribute("aria-pressed") !== "true";
-      pressed(button, on);
-      asked.own(on);
-    });
+    this.own = toggle("Only this task", params.has("own"), { hidden: true }, (button) => asked.own(button.getAttribute("aria-pressed") !== "true"));
     const follow = toggle("Follow", false, { class: "for-map", title: "Move to each new call" }, (button) => pressed(button, asked.follow()));
     this.counts = h("span", { class: "counts" });
     this.saving = h("span");
