@@ -13,7 +13,6 @@ from websockets.sync.client import connect
 
 from proxy.cli.main import app
 from proxy.control.tree_listing import title_of
-from sandboxes.driver import Driver
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.compat.docker.test_endpoint import container, execution, start
@@ -244,7 +243,7 @@ def test_tasks_with_equal_roots_share_a_tree_by_name(tmp_path: Path, driver: str
         "memory": ("command", "echo 1 > f", ["cat f", "ls"]),
         "sqlite": ("sql", "DELETE FROM item", ["SELECT 1", "SELECT 2"]),
     }[driver]
-    drivers: dict[str, Driver] = {"memory": MemoryDriver(), "sqlite": SqliteDriver(tmp_path / "sqlite")}
+    drivers: dict[str, Any] = {"memory": MemoryDriver(), "sqlite": SqliteDriver(tmp_path / "sqlite")}
     with serving(tmp_path / "data", drivers=drivers) as proxy:
         for task, read in zip(("a", "b"), reads, strict=True):
             proxy.client.put(f"/api/v1/tasks/{task}", json=specs[driver]).raise_for_status()
