@@ -1,10 +1,10 @@
 """Tasks in the shape of public sets, played through a proxy and in plain Docker: `python -m bench.public_tasks`.
 
-Three rollouts of each task: one records the oracle's solution and the tests, one repeats them, one makes another call
-in the middle. Where Docker runs, a container makes the same calls by `docker exec`. Then every node of the first
-rollout is left by a fork. Prints verdicts, times, what is shared by calls and by seconds, lost nodes, and what cannot
-be kept. `--quick` plays some tasks in less than a minute. Exits with 1 if a verdict or an answer differs, or if the
-solution does not solve its task.
+Four rollouts of each task: one records the oracle's solution and the tests, one repeats them, one makes another change
+in the middle, and one another call without effect. Where Docker runs, a container makes the same calls by `docker
+exec`. Then every node of the first rollout is left by a fork. Prints verdicts, times, what is shared by calls and by
+seconds, lost nodes, and what cannot be kept. `--quick` plays some tasks in less than a minute. Exits with 1 if a
+verdict or an answer differs, or if the solution does not solve its task.
 """
 
 import statistics
@@ -37,7 +37,9 @@ FOLDER = Path(__file__).parent / "tasks"
 QUICK = ["background-server", "c-build", "git-rebase", "permissions", "python-package", "sqlite-wal"]
 TEST = "/tests/test.sh"
 DIFFERS = "echo another way > /tmp/other; echo other"
-"""The call with which the third rollout leaves the others."""
+"""The call with which the third rollout leaves the others. Nothing reads the file: an agent's change leads further."""
+LOOKS_UP = "cat /etc/os-release; echo look"
+"""The call that the fourth rollout makes in addition. It changes nothing, as most calls of agents."""
 CALL_S = 120
 """Longest time of a call."""
 _SOLVED = "solved"
@@ -54,6 +56,7 @@ class Played:
         hits: Hits of the second rollout.
         differing: Calls to which the second rollout got another answer.
         shared: Share of the third rollout's calls, and of its tool seconds, that were hits.
+        looked: The same of the fourth rollout.
         nodes: How many nodes were left by a fork, were kept, and were lost.
         branches: Seconds of each fork and its call.
         reasons: Why states are not kept, with how many there are.
@@ -65,6 +68,7 @@ class Played:
     hits: int = 0
     differing: list[str] = field(default_factory=list)
     shared: tuple[float, float] = (0.0, 0.0)
+    looked: tuple[float, float] = (0.0, 0.0)
     nodes: tuple[int, int, int] = (0, 0, 0)
     branches: list[float] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
@@ -82,6 +86,7 @@ def play(url: str, task: TaskFolder, daemon: "docker.DockerClient | None", say: 
     middle = len(task.calls) // 2
     rollouts = {
         "first": task.calls, "again": task.calls, "other": (*task.calls[:middle], DIFFERS, *task.calls[middle:]),
+        "look": (*task.calls[:middle], LOOKS_UP, *task.calls[middle:]),
     }  # fmt: skip
     answers: dict[str, list[tuple[int, str]]] = {}
     if daemon is not None:
@@ -102,7 +107,7 @@ def play(url: str, task: TaskFolder, daemon: "docker.DockerClient | None", say: 
         played.differing = [command for command, one, two in pairs if one != two]
         steps = {name: _steps(http, name) for name in rollouts}
         played.hits = sum(step["outcome"] == "hit" for step in steps["again"])
-        played.shared = _shared(steps["other"])
+        played.shared, played.looked = _shared(steps["other"]), _shared(steps["look"])
         _branch(http, steps["first"], played, say)
     return played
 
@@ -162,22 +167,21 @@ def _branch(http: httpx.Client, steps: list[dict[str, Any]], played: Played, say
 def report(results: dict[str, Played]) -> None:
     """Print what playing the tasks has shown, a row for each."""
     shown = table(
-        "Tasks: seconds of an agent", "task", "plain", "first", "again", "other", "hits", "shared", "time", "kept",
-        "lost", "fork",
+        "Tasks: seconds of an agent", "task", "plain", "first", "again", "other", "hits", "shared", "time", "look",
+        "kept", "lost", "fork",
     )  # fmt: skip
     for name, played in results.items():
         times = (f"{played.seconds[key]:.1f}" if key in played.seconds else "-" for key in _PLAYERS)
         nodes, kept, lost = played.nodes
         shown.add_row(
             name, *times, f"{played.hits}/{played.calls}", *(f"{share:.0%}" for share in played.shared),
-            f"{kept}/{nodes}", str(lost), f"{statistics.median(played.branches):.2f}",
+            f"{played.looked[1]:.0%}", f"{kept}/{nodes}", str(lost), f"{statistics.median(played.branches):.2f}",
         )  # fmt: skip
     console.print(shown)
     console.print(
-        "hits: of the second rollout. shared, time: calls and tool seconds that the rollout which differs from the"
-    )
-    console.print(
-        "middle on shares. kept, lost: of the first rollout's nodes. fork: median seconds of a fork and its call."
+        "hits: of the second rollout. shared, time: calls and tool seconds that a rollout with another change shares.\n"
+        "look: tool seconds that a rollout with another look shares. kept, lost: of the first rollout's nodes.\n"
+        "fork: median seconds of a fork and its call."
     )
     for name, played in results.items():
         verdicts = {verdict: [key for key in played.verdicts if played.verdicts[key] == verdict] for verdict in

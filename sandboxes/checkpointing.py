@@ -12,8 +12,8 @@ ProgramStarter = Callable[[list[str], list[int]], Awaitable[Any]]
 and closes them."""
 
 WITHOUT_CHECKPOINTS = (
-    "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls. In public tasks "
-    "with servers a branch then took 5.3 s at the median, and 2.1 to 4.0 s with CRIU."
+    "Without CRIU, states with live processes (a server, a REPL) are reached by replaying their calls. In tasks with "
+    "servers a branch then took 1.6 to 1.8 s at the median, and 0.2 to 0.5 s with CRIU."
 )
 """What missing checkpoints cost, as measured."""
 

@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter
 from proxy.control.slow_calls import slowest, slowest_calls
 from proxy.control.views.report import Arm, ReportRow, ReportView, SlowCall
 from proxy.storage.blobs import blob_of
-from proxy.storage.records import answer_of
+from proxy.storage.records import answer_of, same_calls
 from proxy.storage.rollouts import label_path, label_value, labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
@@ -302,10 +302,11 @@ def _repeated(
 ) -> tuple[int, float, int]:
     """Return what a cache that executes a call once for each task would have done; see `ReportPart.repeated`."""
     sql = (
-        "SELECT g.task, c.call, c.upload, c.answer, c.seconds, g.calls FROM "
-        "(SELECT r.task, s.record, COUNT(*) AS calls "
+        "WITH made AS MATERIALIZED (SELECT g.task, c.*, g.calls FROM (SELECT r.task, s.record, COUNT(*) AS calls "
         f"FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} AND {_WHOLE_STEP} GROUP BY 1, 2) g "
-        f"JOIN records c ON c.id = g.record WHERE {_WHOLE_RECORD} ORDER BY g.record"
+        f"JOIN records c ON c.id = g.record WHERE {_WHOLE_RECORD}) "
+        "SELECT task, same, upload, answer, seconds, calls "
+        f"FROM made JOIN ({same_calls('SELECT call FROM made')}) asks ON asks.id = made.call ORDER BY made.id"
     )
     first: dict[tuple[str, int, int | None], int] = {}
     known, wrong, tool_s = 0, 0, 0.0

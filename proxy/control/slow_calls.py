@@ -8,6 +8,7 @@ from typing import Any
 from proxy.control.call_titles import stored_title
 from proxy.control.reasons import MEANINGS, Reason
 from proxy.control.views.report import SlowCall
+from proxy.storage.records import same_calls
 from proxy.storage.schema import is_whole
 from proxy.tree.rollout import Outcome
 
@@ -33,11 +34,14 @@ def slowest_calls(
     # Two executions in one state differ by their answers, or by the states that they lead to. Where processes run, a
     # state has no digest, and only answers count.
     sql = f"""
-WITH used AS MATERIALIZED (
+WITH made AS MATERIALIZED (
     SELECT g.task, g.executed, g.calls - g.executed AS saved, c.*, n.exact FROM (
         SELECT r.task, s.record, COUNT(*) AS calls, SUM(s.outcome IN ({outcomes})) AS executed
         FROM rollouts r JOIN steps s ON s.rollout = r.id WHERE {where} AND {is_whole("steps", "s")} GROUP BY 1, 2
     ) g JOIN records c ON c.id = g.record LEFT JOIN nodes n ON n.id = c.target WHERE {is_whole("records", "c")}
+), used AS MATERIALIZED (
+    SELECT task, same AS call, upload, source, answer, exact, executed, saved, seconds, cpu_s, peak_bytes, quarantined,
+        private FROM made JOIN ({same_calls("SELECT call FROM made")}) asks ON asks.id = made.call
 ), states AS (
     SELECT task, call, upload, COUNT(DISTINCT answer) > 1 OR COUNT(DISTINCT exact) > 1 AS differs
     FROM used WHERE executed GROUP BY task, call, upload, source

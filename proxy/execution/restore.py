@@ -31,7 +31,7 @@ from proxy.storage.records import RecordStore
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing
 from proxy.tree.polling import agree
-from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restore
+from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restore, recorded_dwell_s
 from proxy.tree.rollout import Rollout, is_moving
 from proxy.tree.tree import Node, Record, Tree, path
 from sandboxes.driver import Driver, Sandbox, rest
@@ -136,8 +136,7 @@ class Restorer:
         assert slot.sandbox is not None
         try:
             if node.state is None:
-                # A person may look at any time later, so background processes finish starting first.
-                await self._rest(slot, math.inf)
+                await self._rest(slot, math.inf if spare else recorded_dwell_s(node))
             yield slot.sandbox
         finally:
             await self._pool.close(slot)

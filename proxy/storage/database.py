@@ -30,6 +30,7 @@ from proxy.storage.schema import (
     BESIDE_ANSWERS,
     CHECKSUM_FUNCTION,
     NAMED,
+    asked,
     count_damaged,
     create_tables,
     is_whole,
@@ -124,6 +125,7 @@ class StoreDatabase:
         """Return a read-only connection that any thread may use, with `is_whole`; the caller closes it."""
         connection = sqlite3.connect(self._path, check_same_thread=False, isolation_level=None)
         connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
+        connection.create_function("asked", 2, asked, deterministic=True)
         connection.execute("PRAGMA query_only=1")
         return connection
 

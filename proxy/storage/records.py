@@ -71,6 +71,15 @@ async def pack_large(call: ToolCall, result: ToolResult) -> PackedCall | None:
     return await asyncio.to_thread(packed)
 
 
+def same_calls(calls: str) -> str:
+    """Return a query for `open_reader`: each of the calls' blobs with the first of those that ask the same, `same`.
+
+    `calls` is a query of their numbers. Blobs of equal calls differ by what a replay is given (see `RecordStore.save`).
+    """
+    asks = "COALESCE(asked(packed, data), id)"
+    return f"SELECT id, MIN(id) OVER (PARTITION BY {asks}) AS same FROM blobs WHERE id IN ({calls})"
+
+
 class RecordStore:
     """Writes nodes and records, and reads calls and answers back.
 

@@ -6,9 +6,12 @@ stored generated column over all others, so that no statement can forget it. Que
 A change that existing tables cannot express raises `SCHEMA_VERSION` and appends to `proxy.storage.migrations`.
 """
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import TYPE_CHECKING
+
+import orjson
 
 if TYPE_CHECKING:
     import sqlite_utils
@@ -88,6 +91,16 @@ STEPS = (
 def row_checksum(*values: object) -> bytes:
     """Return 8 bytes of BLAKE2b over a row's values. Damage stays unseen once in 2**64 times."""
     return blake2b(repr(values).encode(), digest_size=8).digest()
+
+
+def asked(packed: int, data: bytes) -> bytes | None:
+    """Return 16 bytes for what a stored call asks, whatever its replay is given besides; None for a damaged call."""
+    try:
+        value = orjson.loads(zlib.decompress(data) if packed else data)
+        call = [value["endpoint"], value["tool"], value["arguments"]]
+    except (zlib.error, TypeError, ValueError, KeyError):
+        return None
+    return blake2b(orjson.dumps(call, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
 
 def is_whole(table: str, alias: str = "") -> str:

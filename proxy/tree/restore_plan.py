@@ -83,6 +83,18 @@ def arrival_age_s(record: Record) -> float:
     return record.age_s + record.seconds if known else 0.0
 
 
+def recorded_dwell_s(node: Node) -> float:
+    """Return how long the quickest recorded rollout stayed at a node before its next call; infinity if none is known.
+
+    A scratch fork waits so long before its call: then its processes are as old as those that a recorded call found.
+    Without such a call they finish starting, because a person may look at any time later.
+    """
+    if node.origin is None:
+        return math.inf
+    age_s = min((record.age_s for record in node.records.values()), default=math.inf)
+    return max(0.0, age_s - arrival_age_s(node.origin))
+
+
 def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> bool:
     """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
 

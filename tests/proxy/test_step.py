@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 from pathlib import Path
 
@@ -311,6 +312,36 @@ def test_replayed_processes_get_their_recorded_age(tmp_path: Path, monkeypatch: 
             assert 2 < ages[0] < 10
             assert 0 <= ages[1] < 2
             assert record.reproducible
+
+    asyncio.run(body())
+
+
+def test_scratch_fork_waits_as_the_recorded_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes in a fork are as old as at the next recorded call. Where none is recorded, they finish starting."""
+    waits: list[float] = []
+
+    async def rest(_sandbox: MemorySandbox, dwell_s: float) -> None:
+        waits.append(dwell_s)
+
+    monkeypatch.setattr(sandboxes.driver, "_FULFILS", {})
+    monkeypatch.setattr(MemorySandbox, "rest", rest, raising=False)
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            [first] = await rollouts(running, 1)
+
+            async def fork() -> float:
+                async with running.restorer.fork(first.tree, node):
+                    return waits.pop()
+
+            await ask(running, first, "sleep 9 &")
+            node = proven(first).target
+            assert await fork() == math.inf
+            first.live_from -= 7
+            await ask(running, first, "pwd")
+            assert 7 <= await fork() < 8
+            async with running.restorer.fork(first.tree, node, spare=True):
+                assert waits == [math.inf], "an audit gives processes all the time that they may need"
 
     asyncio.run(body())
 

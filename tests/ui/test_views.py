@@ -237,6 +237,18 @@ def test_a_miss_says_why(proxy: Running, ui: Page) -> None:
     expect(ui).to_have_url(re.compile(rf"#/t/why/diff/n\d+/{node}$"))
 
 
+def test_task_says_what_makes_its_states_dear(ui: Page) -> None:
+    """Such as missing checkpoints. The driver of this test has no advice, so the response is given one."""
+
+    def advise(route: Route) -> None:
+        response = route.fetch()
+        route.fulfill(response=response, json={**response.json(), "advice": "branches are slow here"})
+
+    ui.route("**/api/v1/tasks/demo", advise)
+    go(ui, "#/t/demo/rollouts")
+    expect(ui.get_by_text("branches are slow here")).to_be_visible()
+
+
 def test_two_rollouts_are_compared(ui: Page) -> None:
     go(ui, "#/t/demo/rollouts")
     ui.get_by_label("Compare first").check()

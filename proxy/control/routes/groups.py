@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from proxy.control.call_titles import stored_title
 from proxy.control.routes.params import ControlDep, LabelQuery, TaskDep, wanted_labels
+from proxy.storage.records import same_calls
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.groups import MadeCall, RolloutWay, Shared, compared, threshold
@@ -103,9 +104,10 @@ def _compare(
     rows = connection.execute(f"{sql} {_MOST_ROLLOUTS + 1}", {"task": task, **values}).fetchall()
     chosen = {row[0]: row[1:] for row in rows[:_MOST_ROLLOUTS][::-1]}
     sql = (
-        "SELECT s.rollout, c.call, c.source, c.target FROM steps s JOIN records c ON c.id = s.record "
+        "WITH made AS MATERIALIZED (SELECT s.rollout, s.turn, c.* FROM steps s JOIN records c ON c.id = s.record "
         "WHERE s.rollout IN (SELECT value FROM json_each(?)) "
-        f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')} ORDER BY 1, s.turn"
+        f"AND {is_whole('steps', 's')} AND {is_whole('records', 'c')}) SELECT rollout, same, source, target "
+        f"FROM made JOIN ({same_calls('SELECT call FROM made')}) asks ON asks.id = made.call ORDER BY 1, turn"
     )
     steps = connection.execute(sql, (orjson.dumps(list(chosen)).decode(),))
     moves = {number: [MadeCall(*row[1:]) for row in group] for number, group in groupby(steps, lambda row: row[0])}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner
 from proxy.cli.main import app
 from proxy.cli.rendering.report_page import page
 from proxy.control.slow_calls import _why
-from sandboxes.calls import Execution, ToolCall
+from sandboxes.calls import Course, Execution, ToolCall
 from sandboxes.listener import Listener
 from tests.proxy.serving import Running, get, serving
 from tests.sandboxes.memory_driver import MemoryDriver, MemorySandbox
@@ -30,6 +31,14 @@ class Spoiling(MemorySandbox):
             ran = replace(ran, result=replace(ran.result, body=ran.result.body + b" " * number))
         is_own = command in ("$RANDOM > f", "date", "echo private")
         return replace(ran, shareable=not is_own, seconds=SECONDS.get(command, ran.seconds))
+
+
+class Numbered(MemorySandbox):
+    """A sandbox in which each call begins after another pid, as beside live processes."""
+
+    async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
+        ran = await super().execute(call, listener)
+        return replace(ran, course=Course(None, 100 + self._driver.tick()))
 
 
 CALLS = {
@@ -100,3 +109,21 @@ def test_readers_see_reason_and_bound(proxy: Running) -> None:
 def test_mend_fits_the_call(text: str, mend: str) -> None:
     counts: dict[str, Any] = {"differing": 1, "states": 1}
     assert mend in _why(text, counts, quarantined=True, private=True)[1]
+
+
+def test_equal_calls_are_one_whatever_their_replays_are_given(tmp_path: Path) -> None:
+    with serving(tmp_path, drivers={"memory": MemoryDriver(sandbox=Numbered)}) as running:
+        for name in ("a", "b"):
+            # A long call is stored compressed.
+            for command in (f"echo {name} > own", "echo fix > f", f"echo {'long ' * 1000} > g"):
+                running.exec(name, command).raise_for_status()
+            labels = f"/api/v1/tasks/task/rollouts/{name}/labels"
+            running.client.patch(labels, json={"reward": float(name == "a")}).raise_for_status()
+        count = "SELECT COUNT(DISTINCT call) FROM records"
+        assert running.engine.store.database.read_apart(lambda reader: reader.execute(count).fetchone()) == (6,)
+        view = get(running, "tasks/task/report")
+        fixes = [c for c in view["calls"] if c["title"] == "echo fix > f"]
+        assert [(c["executed"], c["states"], c["reason"]) for c in fixes] == [(2, 2, "other-state")]
+        assert {arm["cache"]: arm["executed"] for arm in view["arms"]} == {"none": 6, "stateless": 4, "stateful": 6}
+        winning = get(running, "tasks/task/compare")["winning_calls"]
+        assert [each["call"] for each in winning] == ["echo a > own"]

@@ -1,6 +1,8 @@
 """Egress of real sandboxes: their programs reach the allowed hosts through the egress proxy, and nothing else."""
 
 import asyncio
+import io
+import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -126,6 +128,45 @@ def test_programs_reach_allowed_hosts_and_get_the_same_again(data_dir: Path) -> 
         assert len(origin.received) == 2
 
     driven(data_dir, test)
+
+
+def test_rollouts_that_differ_share_package_downloads(data_dir: Path) -> None:
+    """pip fetches index and package from their host once: a sandbox in another state gets the recorded bytes."""
+    install = (
+        "python3 -m pip install -q --disable-pip-version-check --no-cache-dir --no-compile --target /tmp/packages "
+        "--index-url http://example.org/simple --trusted-host example.org tiny; cat /tmp/packages/tiny.py"
+    )
+
+    async def test(driver: LocalDriver, origin: Origin) -> None:
+        origin.answer = lambda _count: _package_index(origin.received[-1])
+        sandbox = await driver.start(SPEC)
+        if (await run(sandbox, "python3 -m pip --version")).code:
+            pytest.skip("the system's Python has no pip")
+        output, _, outcomes = await execute(sandbox, install)
+        assert "made = 1" in output, output
+        assert outcomes == ["recorded", "recorded"]
+        other = await driver.start(SPEC)
+        await run(other, "echo another way > /tmp/other")
+        output, live, outcomes = await execute(other, install)
+        assert "made = 1" in output, output
+        assert (live, outcomes) == (False, ["repeated", "repeated"])
+        assert len(origin.received) == 2
+
+    driven(data_dir, test)
+
+
+def _package_index(head: bytes) -> bytes:
+    """Answer as a package index that has one wheel."""
+    if b"/simple/tiny/" in head:
+        page = b'<!DOCTYPE html><html><body><a href="/tiny-1.0-py3-none-any.whl">tiny</a></body></html>'
+        return response(page, headers="Content-Type: text/html\r\n")
+    wheel, about = io.BytesIO(), "tiny-1.0.dist-info"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("tiny.py", "made = 1\n")
+        archive.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        archive.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{about}/RECORD", "")
+    return response(wheel.getvalue())
 
 
 def test_a_sandbox_with_egress_has_no_other_way_out(data_dir: Path) -> None:

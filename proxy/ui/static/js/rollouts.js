@@ -34,6 +34,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
   let total = 0;
   let wanted = PAGE;
   const older = h("button", { hidden: true, on: { click: async () => { wanted += PAGE; await look(); } } }, "Show older rollouts");
+  const advice = h("p", { class: "dim" });
   let titles = new Map();
   const heads = COLUMNS.map(([name, title, kind]) => h("th", { scope: "col", class: kind, data: { name } }, h("button", { on: { click: () => sortBy(name) } }, title)));
   const sortBy = (name) => {
@@ -76,7 +77,8 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       h("td", {}, h("a", { class: "mono", href: `#/t/${names(task)}?node=${r.node}` }, r.node)),
     );
   const look = async () => {
-    const [listed, trees] = await Promise.all([list(`tasks/${names(task)}/rollouts?sort=-created_at`, { signal, most: wanted }), treesOf(task, signal)]);
+    const [listed, trees, view] = await Promise.all([list(`tasks/${names(task)}/rollouts?sort=-created_at`, { signal, most: wanted }), treesOf(task, signal), get(`tasks/${names(task)}`, { signal })]);
+    say(advice, view.advice);
     const rows = listed.items;
     total = listed.total;
     const sums = await sumsOf(task, [...new Set(rows.map((r) => r.root))].slice(0, ROOTS), signal);
@@ -93,7 +95,7 @@ export async function rolloutList({ main, params, signal, setParams }, task) {
       {},
       [h("h1", {}, "Rollouts"), note, h("span", { class: "gap" }), search, h("a", { class: "button", href: `#/t/${names(task)}?lanes=1` }, "As lanes"), button],
       grid({}, h("thead", {}, h("tr", {}, h("th", { scope: "col" }, h("span", { class: "sr" }, "Compare")), heads, environment, h("th", { scope: "col" }, "At"))), body),
-      h("div", { class: "body" }, older),
+      h("div", { class: "body" }, older, advice),
     ),
   );
   watch(look, signal, 2000);
