@@ -4,6 +4,7 @@ This package is what other programs may import. Everything else in the distribut
 
 - `forkpoint.Client` and `forkpoint.AsyncClient`: clients of a proxy.
 - `forkpoint.local`: a proxy on this machine for the duration of a block.
+- `forkpoint.to_dataframe`: rollouts, trajectories and reports as data frames.
 - `forkpoint.pytest`: fixtures that start a proxy.
 - `forkpoint.trackers`: figures of each training step for W&B, MLflow, TensorBoard and TRL.
 - `forkpoint.drivers`: the contract of sandbox drivers, for drivers of your own.
@@ -21,12 +22,13 @@ if TYPE_CHECKING:
     from forkpoint.client import AsyncClient, Client
     from forkpoint.errors import ForkpointError, UnreachableError
     from forkpoint.local_proxy import local
+    from forkpoint.notebook import to_dataframe
 
     __version__: str
 else:
     _MODULES = {
         "AsyncClient": "client", "Client": "client", "ForkpointError": "errors", "UnreachableError": "errors",
-        "local": "local_proxy",
+        "local": "local_proxy", "to_dataframe": "notebook",
     }  # fmt: skip
 
     def __getattr__(name: str) -> Any:
@@ -42,4 +44,4 @@ else:
         return getattr(import_module(f"forkpoint.{_MODULES[name]}"), name)
 
 
-__all__ = ["AsyncClient", "Client", "ForkpointError", "UnreachableError", "__version__", "local"]
+__all__ = ["AsyncClient", "Client", "ForkpointError", "UnreachableError", "__version__", "local", "to_dataframe"]

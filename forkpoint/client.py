@@ -20,7 +20,7 @@ from forkpoint.address import DEFAULT_URL, base_url, token_headers
 from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.exchange import ApiRequest, Awaiting, Blocking, Reply, error_of, joined, path_of, retry_pause_s
 from forkpoint.operations import Labels, ProxyOperations, RolloutOperations, TaskOperations
-from forkpoint.trajectories import Format, Trajectory, split, target, trajectory, write
+from forkpoint.trajectories import Format, ModelTurn, Trajectory, model_turn, split, target, trajectory, write
 
 if TYPE_CHECKING:
     from typing import Self  # Python 3.11
@@ -259,6 +259,18 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         for chunk in self._stream(*target(task, rollout, labels, answer_bytes)):
             yield from map(trajectory, ended(chunk))
 
+    def turns(self, task: str, *, rollout: str | None = None, labels: Labels | None = None) -> Iterator[ModelTurn]:
+        """Yield each response to agents inside their sandboxes, one by one: the nodes of a tree for training.
+
+        Args:
+            task: Name of the task.
+            rollout: Only the rollouts of this name; None for all.
+            labels: Only the rollouts with all of these labels; None for all.
+        """
+        ended = split()
+        for chunk in self._stream(*target(task, rollout, labels, turns=True)):
+            yield from map(model_turn, ended(chunk))
+
     def save_trajectories(
         self,
         path: str | Path,
@@ -266,6 +278,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         *,
         labels: Labels | None = None,
         format: Format | None = None,  # noqa: A002 - as in the command
+        turns: bool = False,
     ) -> None:
         """Write rollouts as training data to a file, or to a directory that `datasets.load_dataset` reads.
 
@@ -274,11 +287,14 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
             task: Only the rollouts of this task; None for all.
             labels: Only the rollouts with all of these labels; None for all.
             format: `jsonl`, `parquet` or `hf`; None for what the name of the file says.
+            turns: Whether to write a row for each turn (`turns`) instead; this needs a task.
 
         Raises:
-            ValueError: The format is not known, pyarrow is missing, or the directory exists.
+            ValueError: The format is not known, pyarrow is missing, the directory exists, or turns have no task.
         """
-        write(self._stream(*target(task, None, labels, None)), Path(path), format)
+        if turns and task is None:
+            raise ValueError("turns are those of one task: name it.")
+        write(self._stream(*target(task, None, labels, turns=turns or None)), Path(path), format, turns=turns)
 
     def close(self) -> None:
         """Close the connections. Rollouts stay as they are. A client that is garbage closes them too."""
@@ -345,18 +361,15 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
         answer_bytes: int | None = None,
     ) -> AsyncIterator[Trajectory]:
         """Yield rollouts as training data, one by one as they arrive; see `Client.trajectories`."""
-        path, query = target(task, rollout, labels, answer_bytes)
-        ended = split()
-        try:
-            async with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
-                if not response.is_success:
-                    await response.aread()
-                    raise error_of(_reply(response))
-                async for chunk in response.aiter_bytes():
-                    for each in map(trajectory, ended(chunk)):
-                        yield each
-        except httpx.TransportError as error:
-            raise UnreachableError(self.url, _reason(error)) from error
+        async for line in self._lines(*target(task, rollout, labels, answer_bytes)):
+            yield trajectory(line)
+
+    async def turns(
+        self, task: str, *, rollout: str | None = None, labels: Labels | None = None
+    ) -> AsyncIterator[ModelTurn]:
+        """Yield each response to agents inside their sandboxes; see `Client.turns`."""
+        async for line in self._lines(*target(task, rollout, labels, turns=True)):
+            yield model_turn(line)
 
     async def close(self) -> None:
         """Close the connections. Rollouts stay as they are."""
@@ -372,6 +385,19 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
 
     def _open(self, options: dict[str, Any]) -> httpx.AsyncClient:
         return httpx.AsyncClient(**options)
+
+    async def _lines(self, path: str, query: dict[str, str | list[str]]) -> AsyncIterator[bytes]:
+        ended = split()
+        try:
+            async with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
+                if not response.is_success:
+                    await response.aread()
+                    raise error_of(_reply(response))
+                async for chunk in response.aiter_bytes():
+                    for line in ended(chunk):
+                        yield line
+        except httpx.TransportError as error:
+            raise UnreachableError(self.url, _reason(error)) from error
 
     async def _perform(self, request: ApiRequest[T]) -> T:
         reply = await self._send(request)

@@ -8,6 +8,7 @@ from the calls of the others.
 import json
 import logging
 import re
+import shlex
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, NoReturn, overload
@@ -30,6 +31,7 @@ from forkpoint.compose_errors import ComposeFileError
 from forkpoint.compose_file import default_of, spec_of
 from forkpoint.errors import ForkpointError, UnreachableError
 from forkpoint.image_builds import ImageBuilder
+from forkpoint.model_variables import model_variables
 from forkpoint.own_shell import line_of
 from forkpoint.results import ShellResult
 
@@ -53,6 +55,8 @@ class ForkpointConfig(BaseModel, frozen=True):
         task: Name of the Forkpoint task; None for one that is made of the Inspect task and the environment.
         labels: Labels of the rollouts, such as `run`.
         default: Inspect's name of the main container. Services have their own names.
+        harness: Whether agents run inside the sandbox (`docs/agents/harness.md`): a command whose variables name the
+            URL of a model is then one. Inspect's own bridge to a model runs in the sandbox, and needs no harness.
     """
 
     spec: dict[str, Any] = Field(default_factory=dict)
@@ -60,17 +64,23 @@ class ForkpointConfig(BaseModel, frozen=True):
     task: str | None = None
     labels: dict[str, str | int | float | bool] = Field(default_factory=dict)
     default: str = "default"
+    harness: bool = False
 
     def __hash__(self) -> int:
         """Inspect keeps configurations in sets; the members that are objects have no hash of their own."""
         return hash(self.model_dump_json())
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """The spec that the task is PUT with."""
+        return {"harness": {}, **self.spec} if self.harness else self.spec
 
     def task_of(self, inspect_task: str) -> str:
         """Return the name of the Forkpoint task for an Inspect task."""
         if self.task is not None:
             return self.task
         # Names of Inspect tasks have other characters, and one of them may be run with several environments.
-        text = json.dumps([inspect_task, self.spec], sort_keys=True)
+        text = json.dumps([inspect_task, self.environment], sort_keys=True)
         return f"inspect-{sha256(text.encode()).hexdigest()[:16]}"
 
     def sandboxes(self) -> dict[str, str | None]:
@@ -85,10 +95,13 @@ class ForkpointConfig(BaseModel, frozen=True):
 class ForkpointSandbox(SandboxEnvironment):
     """The main container of a rollout, or a service of it, as a sandbox of a sample."""
 
-    def __init__(self, client: AsyncClient, rollout: AsyncRollout, service: str | None = None) -> None:
+    def __init__(
+        self, client: AsyncClient, rollout: AsyncRollout, service: str | None = None, *, harness: bool = False
+    ) -> None:
         """Make a sandbox of a rollout; `sample_cleanup` closes the client."""
         super().__init__()
         self._client, self._rollout, self._service, self._home = client, rollout, service, ""
+        self._harness = harness
         self._scripts: dict[str, str] = {}
 
     @classmethod
@@ -118,13 +131,16 @@ class ForkpointSandbox(SandboxEnvironment):
         task = client.task(chosen.task_of(task_name))
         rollout = task.rollout(labels={"inspect": task_name[-60:], **chosen.labels})
         try:
-            await task.put(chosen.spec)
+            await task.put(chosen.environment)
             await rollout.begin()
         except BaseException:
             # Inspect cleans up only what it has been given.
             await client.close()
             raise
-        return {name: cls(client, rollout, service) for name, service in chosen.sandboxes().items()}
+        return {
+            name: cls(client, rollout, service, harness=chosen.harness and service is None)
+            for name, service in chosen.sandboxes().items()
+        }
 
     @classmethod
     async def sample_cleanup(
@@ -162,6 +178,13 @@ class ForkpointSandbox(SandboxEnvironment):
         """Run a command in a shell of its own. `timeout_retry` and `concurrency` change nothing."""
         del timeout_retry, concurrency  # the proxy schedules its calls
         cmd = [self._scripts.get(word, word) for word in cmd]
+        model = model_variables(env or {}) if self._harness and input is None else None
+        if model is not None:
+            run = await self._rollout.harness(
+                model.upstream, headers=model.headers, env=model.env,
+                command=f"exec bash -c {shlex.quote(line_of(cmd, cwd=cwd, user=user))}",
+            )  # fmt: skip
+            return ExecResult(run.exit_code == 0, run.exit_code, run.log, "")
         stdin = input.encode() if isinstance(input, str) else input
         uploads: list[str] = []
         limit = _LINE_BYTES if self._service is None else _SERVICE_LINE_BYTES

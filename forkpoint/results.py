@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any, Literal, TypeVar
 
 from forkpoint.exchange import Reply
+from forkpoint.notebook import Shown
 
 V = TypeVar("V")
 Outcome = Literal["hit", "miss", "wait", "bypass"]
@@ -246,7 +247,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutInfo:
+class RolloutInfo(Shown):
     """A rollout.
 
     Attributes:
@@ -261,7 +262,7 @@ class RolloutInfo:
         state: `running`, `idle` if its last call is some minutes old, or `finished`.
         created_at: When it began, in UTC.
         used_at: When it made its last call, in UTC.
-        labels: Its labels.
+        labels: Its labels: `step` and `epoch` as whole numbers, `reward` as a number, all others as texts.
         base_url: Base URL of its agent's tools.
         token: Its token, if it has just begun; None later.
         lost: Why its position is not known any more; empty for nearly all.
@@ -281,7 +282,7 @@ class RolloutInfo:
     state: Literal["running", "idle", "finished"]
     created_at: datetime
     used_at: datetime
-    labels: Mapping[str, str]
+    labels: Mapping[str, str | int | float]
     base_url: str
     token: str | None = None
     lost: str = ""
@@ -291,7 +292,7 @@ class RolloutInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskInfo:
+class TaskInfo(Shown):
     """A task, with totals of its rollouts where a list of tasks was requested.
 
     Attributes:
@@ -324,7 +325,7 @@ class TaskInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class Node(Shown):
     """A node: a sandbox state in the tree.
 
     Attributes:
@@ -366,7 +367,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Diff:
+class Diff(Shown):
     """What changed from one node to another.
 
     Attributes:
@@ -379,7 +380,7 @@ class Diff:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReportRow:
+class ReportRow(Shown):
     """The totals of one group of rollouts.
 
     Attributes:
@@ -434,7 +435,7 @@ class ReportRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class Report(Shown):
     """What the cache did for groups of rollouts.
 
     Attributes:

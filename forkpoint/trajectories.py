@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from forkpoint.exchange import given, path_of
+from forkpoint.notebook import Shown
 from forkpoint.operations import Labels, label_pairs
 from forkpoint.results import made_of
 
@@ -17,7 +18,7 @@ Format = Literal["jsonl", "parquet", "hf"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Trajectory(Shown):
     """A rollout as training data.
 
     Attributes:
@@ -41,7 +42,7 @@ class Trajectory:
     task: str
     rollout: str
     id: int
-    labels: Mapping[str, str]
+    labels: Mapping[str, str | int | float]
     reward: float | None
     finished: bool
     complete: bool
@@ -55,17 +56,52 @@ class Trajectory:
     marks: Mapping[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTurn(Shown):
+    """A response of the model of an agent inside its sandbox: a node of a tree for training.
+
+    Attributes:
+        task: Name of the task.
+        rollout: Name of the rollout.
+        turn: How many responses came before in the rollout.
+        node: The node of the state that the response led to.
+        parent: The node before.
+        prompt: Body of the request that it answers; None if it is not known.
+        response: What the model said.
+        reward: The rollout's label `reward`; None without one.
+    """
+
+    task: str
+    rollout: str
+    turn: int
+    node: str
+    parent: str
+    prompt: str | None
+    response: str
+    reward: float | None
+
+
 def target(
-    task: str | None, rollout: str | None, labels: Labels | None, answer_bytes: int | None
+    task: str | None,
+    rollout: str | None,
+    labels: Labels | None,
+    answer_bytes: int | None = None,
+    *,
+    turns: bool | None = None,
 ) -> tuple[str, dict[str, str | list[str]]]:
     """Return path and query of a request for trajectories."""
     path = path_of("api", "v1", *(() if task is None else ("tasks", task)), "trajectories")
-    return path, {**given(rollout=rollout, answer_bytes=answer_bytes), "label": label_pairs(labels or {})}
+    return path, {**given(rollout=rollout, answer_bytes=answer_bytes, turns=turns), "label": label_pairs(labels or {})}
 
 
 def trajectory(line: bytes) -> Trajectory:
     """Return the trajectory of a line."""
     return made_of(Trajectory, json.loads(line))
+
+
+def model_turn(line: bytes) -> ModelTurn:
+    """Return the turn of a line."""
+    return made_of(ModelTurn, json.loads(line))
 
 
 def split() -> Callable[[bytes], Iterator[bytes]]:
@@ -75,8 +111,8 @@ def split() -> Callable[[bytes], Iterator[bytes]]:
     return Lines().of
 
 
-def write(chunks: Iterable[bytes], path: Path, kind: "Format | None") -> None:
+def write(chunks: Iterable[bytes], path: Path, kind: "Format | None", *, turns: bool) -> None:
     """Write a response to a file or a directory; see `forkpoint.trajectory_files.write`."""
     from forkpoint.trajectory_files import write as write_file
 
-    write_file(chunks, path, kind)
+    write_file(chunks, path, kind, turns=turns)

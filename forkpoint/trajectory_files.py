@@ -24,8 +24,8 @@ configs:
   - split: train
     path: data/train-*.parquet
 ---
-Rollouts of agents with their tool calls, exported by Forkpoint. Each row is one rollout; docs/data.md of Forkpoint
-describes the columns.
+Rollouts of agents with their tool calls, exported by Forkpoint. Each row is one rollout, or one response of its model;
+docs/data.md of Forkpoint describes the columns.
 """
 
 
@@ -65,12 +65,13 @@ def lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
         yield from split.of(chunk)
 
 
-def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> None:
+def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None, *, turns: bool = False) -> None:
     """Write a response of `GET …/trajectories` to a file or a new directory, which appears when it is complete.
 
-    Without a format the name says it. Raises TrajectoryFileError, or OSError if it cannot be written.
+    Without a format the name says it. With `turns`, the lines are turns and not rollouts. Raises
+    TrajectoryFileError, or OSError if it cannot be written.
     """
-    chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
+    chosen: dict[Format, Callable[[Iterable[bytes], Path, bool], None]] = {
         "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,
     }  # fmt: skip
     kind = kind or format_of(path)
@@ -78,7 +79,7 @@ def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> No
         raise TrajectoryFileError(f"{path} exists. Choose a directory that does not.")
     draft = path.with_name(f"{path.name}.part")
     try:
-        chosen[kind](chunks, draft)
+        chosen[kind](chunks, draft, turns)
         draft.rename(path)
     finally:
         if draft.is_dir():
@@ -87,30 +88,31 @@ def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None) -> No
             draft.unlink(missing_ok=True)
 
 
-def _write_jsonl(chunks: Iterable[bytes], path: Path) -> None:
+def _write_jsonl(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
+    del turns
     with path.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
 
 
-def _write_parquet(chunks: Iterable[bytes], path: Path) -> None:
-    _write_shards(lines(chunks), lambda _: path, None)
+def _write_parquet(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
+    _write_shards(lines(chunks), lambda _: path, None, turns)
 
 
-def _write_dataset(chunks: Iterable[bytes], path: Path) -> None:
+def _write_dataset(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
     (path / "data").mkdir(parents=True)
     (path / "README.md").write_text(_CARD)
-    _write_shards(lines(chunks), lambda number: path / "data" / f"train-{number:05d}.parquet", _SHARD_BYTES)
+    _write_shards(lines(chunks), lambda number: path / "data" / f"train-{number:05d}.parquet", _SHARD_BYTES, turns)
 
 
-def _write_shards(rows: Iterator[bytes], path: Callable[[int], Path], shard_bytes: int | None) -> None:
+def _write_shards(rows: Iterator[bytes], path: Callable[[int], Path], shard_bytes: int | None, turns: bool) -> None:
     """Write rows to numbered files: the first one always, another one after each `shard_bytes`; None for one file."""
-    _write_shard(_up_to(rows, shard_bytes), path(0))
+    _write_shard(_up_to(rows, shard_bytes), path(0), turns)
     for number in count(1):
         first = next(rows, None)
         if first is None:
             return
-        _write_shard(_up_to(chain((first,), rows), shard_bytes), path(number))
+        _write_shard(_up_to(chain((first,), rows), shard_bytes), path(number), turns)
 
 
 def _up_to(rows: Iterator[bytes], size_bytes: int | None) -> Iterator[bytes]:
@@ -122,16 +124,16 @@ def _up_to(rows: Iterator[bytes], size_bytes: int | None) -> Iterator[bytes]:
             return
 
 
-def _write_shard(rows: Iterator[bytes], path: Path) -> None:
+def _write_shard(rows: Iterator[bytes], path: Path, turns: bool) -> None:
     try:
         import pyarrow as pa  # noqa: PLC0415 - optional, and slow to load
         from pyarrow import parquet  # noqa: PLC0415 - optional, and slow to load
     except ImportError:
         raise TrajectoryFileError("this format needs pyarrow: pip install 'forkpoint[parquet]'.") from None
-    schema = _schema(pa)
+    schema, row = (_turn_schema(pa), dict) if turns else (_schema(pa), _row)
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         while True:
-            group = [_row(json.loads(line)) for line in _up_to(rows, _GROUP_BYTES)]
+            group = [row(json.loads(line)) for line in _up_to(rows, _GROUP_BYTES)]
             if not group:
                 return
             writer.write_table(pa.Table.from_pylist(group, schema=schema))
@@ -140,8 +142,7 @@ def _write_shard(rows: Iterator[bytes], path: Path) -> None:
 def _row(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return a line as a row: the labels that most trainers use are columns, and all of them one JSON text."""
     labels, totals = line["labels"], line["totals"]
-    named = {name: labels.get(name) for name in ("run", "group", "policy")}
-    named |= {name: int(labels[name]) if name in labels else None for name in ("step", "epoch")}
+    named = {name: labels.get(name) for name in ("run", "group", "policy", "step", "epoch")}
     return {
         **line,
         **named,
@@ -149,6 +150,14 @@ def _row(line: Mapping[str, Any]) -> dict[str, Any]:
         **{f"total_{name}": totals[name] for name in totals},
         **{f"mark_{mark}": line["marks"].get(mark, 0) for mark in MARKS},
     }
+
+
+def _turn_schema(pa: Any) -> Any:
+    text = pa.string()
+    return pa.schema([
+        ("task", text), ("rollout", text), ("turn", pa.int64()), ("node", text), ("parent", text), ("prompt", text),
+        ("response", text), ("reward", pa.float64()),
+    ])  # fmt: skip
 
 
 def _schema(pa: Any) -> Any:

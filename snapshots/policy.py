@@ -75,6 +75,7 @@ class Prospect:
     # Whether the other way replays a call that may well reach another state (`tree.doubtful`), for a state without
     # live processes.
     doubtful: bool = False
+    risk_s: float = 0.0  # How many of the saved seconds are the risk; see `at_stake_s`.
 
 
 def expected_uses(reuse: Reuse, *, behind: int, visits: int, demand: int) -> float:
@@ -139,7 +140,9 @@ def why(prospect: Prospect) -> str:
         reasons.append("the only way back: no replay reaches this state")
     elif not prospect.proven:
         reasons.append("no replay has reached this state yet, so it is not evicted")
-    reasons.append(f"saves {prospect.saved_s:.3g} s at each use, {prospect.uses:.2g} uses expected")
+    tools_s = prospect.saved_s - prospect.risk_s
+    risk = f", and {prospect.risk_s:.3g} s that a lost rollout costs on average" if prospect.risk_s >= 1 else ""
+    reasons.append(f"saves {tools_s:.3g} s of replay at each use{risk}; {prospect.uses:.2g} uses expected")
     return "; ".join(reasons)
 
 

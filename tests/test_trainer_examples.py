@@ -135,7 +135,7 @@ def test_trl_labels_rollouts_and_finishes_the_last(proxy: Running, monkeypatch: 
     gc.collect()
     rows = proxy.client.get("/api/v1/tasks/t/rollouts").json()["items"]
     assert [row["finished"] for row in rows] == [True, True]
-    wanted = {"run": "r7", "row": "5", "step": "3", "reward": "14.0"}
+    wanted = {"run": "r7", "row": "5", "step": 3, "reward": 14.0}
     assert [row["labels"] for row in rows] == [wanted, wanted]
 
 

@@ -65,7 +65,7 @@ def test_tutorial_trains_on_cached_tools(monkeypatch: pytest.MonkeyPatch) -> Non
         rollouts = proxy.client.get("/api/v1/tasks/first/rollouts").json()["items"]
         outcomes = [proxy.outcomes("first", row["rollout"]) for row in rollouts]
     assert REWARDS == [1.0, 0.0, 1.0]
-    assert [row["labels"] for row in rollouts] == [{"step": "0", "reward": str(value)} for value in REWARDS]
+    assert [row["labels"] for row in rollouts] == [{"step": 0, "reward": value} for value in REWARDS]
     # The last `ls` of each is the reward's: in the second rollout its agent has made that call at the same state.
     assert outcomes == [["miss"] * 3, ["hit", "miss", "hit"], ["hit"] * 3]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import is_dataclass
 from typing import Any
 
-from forkpoint import client, errors, local, operations, results, trajectories, trees
+from forkpoint import client, errors, local, operations, results, to_dataframe, trajectories, trees
 from forkpoint.exchange import Operation
 
 _INTRODUCTION = """# Client reference
@@ -24,14 +24,16 @@ RESULTS = (
     results.CallResult, results.ShellResult, results.FileResult, results.HarnessRun, results.HarnessTurn,
     results.SqlResult, results.ComparedQueries, results.VideoResult,
     results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
-    results.Node, results.Report, results.ReportRow, trajectories.Trajectory, results.Diff, results.Stats,
+    results.Node, results.Report, results.ReportRow, trajectories.Trajectory, trajectories.ModelTurn, results.Diff,
+    results.Stats,
     errors.ForkpointError, errors.UnreachableError,
 )  # fmt: skip
 
 
 def client_page() -> str:
     """Return the page's Markdown."""
-    parts = [f"## `forkpoint.local`\n{_function('local', local)}"]
+    functions = {"local": local, "to_dataframe": to_dataframe}
+    parts = [f"## `forkpoint.{name}`\n{_function(name, function)}" for name, function in functions.items()]
     for title, kind, described in CLASSES:
         own = [
             _function(name, value) for name, value in vars(kind).items()
@@ -58,12 +60,14 @@ def _function(name: str, function: Any) -> str:
     # As a reader imports them, without the modules that they come from.
     arguments = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", arguments)
     returned = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", _returned(signature.return_annotation))
+    if hasattr(function, "__wrapped__") and returned.startswith("Iterator"):
+        returned = f"context manager of {returned[9:-1]}"
     return f"### `{name}{arguments}`{f' → `{returned}`' if returned else ''}\n{_text(inspect.getdoc(function) or '')}\n"
 
 
 def _returned(annotation: Any) -> str:
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    wrapped = re.fullmatch(r"(?:[\w.]+\.)?(?:ApiRequest|Iterator)\[(.*)\]", text)
+    wrapped = re.fullmatch(r"(?:[\w.]+\.)?ApiRequest\[(.*)\]", text)
     inner = wrapped[1] if wrapped else text
     return "" if inner in ("None", "NoneType", "inspect._empty", "_empty") else inner
 

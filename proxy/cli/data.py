@@ -40,16 +40,15 @@ def trajectories(
     """Write rollouts as training data: messages with tool calls, answers, timings, labels and rewards."""
     if (rollout is not None or turns) and task is None:
         raise typer.BadParameter("needs TASK.", param_hint="--turns" if turns else "--rollout")
-    if (turns or str(file) == "-") and format not in (None, "jsonl"):
-        raise typer.BadParameter("stdout and --turns take jsonl only.", param_hint="--format")
-    format = "jsonl" if turns else format  # noqa: A001 - the option's name
+    if str(file) == "-" and format not in (None, "jsonl"):
+        raise typer.BadParameter("stdout takes jsonl only.", param_hint="--format")
     path = ["trajectories"] if task is None else ["tasks", task, "trajectories"]
     query = {**given(rollout=rollout, answer_bytes=answer_bytes, turns=turns or None), "label": label or []}
     try:
         with proxy.stream("GET", *path, params=query) as response:
             rollouts = _Rollouts(response)
             if str(file) != "-":
-                write(rollouts.chunks(), file, format)
+                write(rollouts.chunks(), file, format, turns=turns)
             else:
                 for chunk in rollouts.chunks():
                     typer.get_binary_stream("stdout").write(chunk)

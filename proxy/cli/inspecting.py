@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from proxy.cli.client import LONG_S, PAGE, ControlClient, given
 from proxy.cli.options import JsonOption, LabelOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
-from proxy.cli.output import print_json, show
+from proxy.cli.output import output_console, print_json, show
 from proxy.cli.progress import download
 
 
@@ -20,12 +20,13 @@ def tree(
     node: Annotated[str | None, typer.Option(help="Show only the subtree of this node.")] = None,
     root: RootOption = None,
     depth: Annotated[int | None, typer.Option(help="Number of levels to show.", min=1)] = None,
+    own: Annotated[bool, typer.Option("--own", help="Only what this task did, in a tree that tasks share.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Show a task's tree: its calls with their effects, seconds and hits, and the positions of rollouts."""
     from proxy.cli.rendering.tree import TREES_SHOWN, render_tree
 
-    view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth))
+    view = proxy.request("GET", "tasks", task, "tree", params=given(node=node, root=root, depth=depth, own=own or None))
     # Two more than are listed: the tree that is shown, and one that tells whether there are more.
     trees = [] if json else proxy.items("tasks", task, "trees", most=TREES_SHOWN + 2)
     show(view, partial(render_tree, trees=trees), json=json)
@@ -157,7 +158,7 @@ def top(
                 if once:
                     return
                 time.sleep(every_s)
-        console = Console()
+        console = output_console()
         if once or not console.is_terminal:
             console.print(rendered(read()))
             return

@@ -21,7 +21,7 @@ from typer.core import TyperGroup
 from proxy.cli.client import fail
 from proxy.cli.commands import RUN, add_commands
 from proxy.cli.options import JsonOption
-from proxy.cli.output import print_json
+from proxy.cli.output import output_console, print_json
 from proxy.cli.text import printable
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def doctor(
     if json:
         print_json(requirements)
     else:
-        _show(requirements, Console())
+        _show(requirements, output_console())
     if not _met(requirements):
         raise typer.Exit(1)
 
@@ -264,7 +264,7 @@ def replay(
             if json:
                 print_json(as_json(report.runs, report.comparisons))
             else:
-                runs.show(report, Console())
+                runs.show(report, output_console())
     except (WorkloadError, ReplayError, EphemeralProxyError, httpx.InvalidURL, OSError) as error:
         fail(str(error))
     if report.failed:

@@ -1,6 +1,7 @@
 """How commands print: as text for people, or as the proxy's JSON."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict
@@ -9,9 +10,12 @@ from typing import Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
+from rich.measure import Measurement
 
 from proxy.cli.text import printable
 
+_PIPE_CHARS = 1 << 16
+"""Width of a file or pipe in characters, which no row of a table reaches."""
 _UNSAFE = re.compile(r"[^\n\x20-\x7e]")
 """Matches what `json` writes as it is and a terminal may obey: C1 controls and direction marks, among letters."""
 
@@ -21,7 +25,18 @@ def show(view: Any, render: Callable[[Any], RenderableType], *, json: bool) -> N
     if json:
         print_json(view)
     else:
-        Console().print(render(view))
+        rendered = render(view)
+        output_console(rendered).print(rendered)
+
+
+def output_console(rendered: RenderableType = "") -> Console:
+    """Return the console of stdout. Where that is no terminal, nothing is cut, unless COLUMNS says a width."""
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPE_CHARS
+        # Trees fill the width: all of it would be blanks.
+        console.width = max(1, Measurement.get(console, console.options, rendered).maximum) if rendered else _PIPE_CHARS
+    return console
 
 
 def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:

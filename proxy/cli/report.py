@@ -52,6 +52,11 @@ def report(
         return proxy.request("GET", *path, within_s=LONG_S, params=query)
 
     reports = [read(label), *([read(against)] if against else [])]
+    known = {"run", "task", "endpoint", *(name for each in reports for name in each["label_names"])}
+    if by not in known and reports[0]["total"]["rollouts"]:
+        raise typer.BadParameter(
+            f"no rollout has this label. Choose one of: {', '.join(sorted(known))}.", param_hint="--by"
+        )
     if html is not None:
         html.write_text(page(reports), encoding="utf-8")
     show(reports if against else reports[0], lambda _: render(reports), json=json)

@@ -1,11 +1,14 @@
 """Commands that change something in a running proxy, or work in a fork of one of its nodes."""
 
 import sys
+import time
 import webbrowser
-from json import loads
+from collections.abc import Mapping
+from json import JSONDecodeError, loads
 from typing import Annotated, Any
 from urllib.parse import quote
 
+import httpx
 import typer
 
 from proxy.cli.client import LONG_S, ControlClient, fail
@@ -16,6 +19,10 @@ NodeOption = Annotated[str | None, typer.Option("--node", help="Name of a node."
 RolloutOption = Annotated[
     str | None, typer.Option("--rollout", help="Name of a rollout.", autocompletion=complete_rollout)
 ]
+
+
+_RUNS = 5
+"""How often `branch` sends its request if responses are cut off."""
 
 
 def fork(
@@ -47,17 +54,21 @@ def branch(
     env: Annotated[list[str] | None, typer.Option(help="Variable of the agent: NAME=VALUE. Repeatable.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Run an agent inside its sandbox from a turn of another rollout. Exits with the agent's exit code."""
+    """Run an agent inside its sandbox from a turn of another rollout. Exits with the agent's exit code.
+
+    A run that was cut off goes on: send the same command again.
+    """
     body = {
         "upstream": upstream, "headers": _pairs("--header", header, ":"), "command": command,
         "env": _pairs("--env", env, "="), "parent": rollout, "turn": turn,
     }  # fmt: skip
-    path, end = (task, "r", name, "harness"), dict[str, Any]()
-    with proxy.stream("POST", *path, within="t", json=body, timeout=None) as response:
-        for line in response.iter_lines():
-            end = loads(line)
-            if "turn" in end:
-                typer.echo(f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}", err=True)
+    end = dict[str, Any]()
+    for attempt in range(_RUNS):
+        # The proxy needs a moment to notice that the response was cut off.
+        time.sleep(min(attempt, 1))
+        end = _run(proxy, task, name, body)
+        if "exit" in end or "error" in end:
+            break
     if "exit" not in end:
         fail(end["error"]["detail"] if "error" in end else "The proxy has ended the response early.")
     if json:
@@ -65,6 +76,22 @@ def branch(
         return
     write_text(end["log"], sys.stdout)
     raise typer.Exit(end["exit"])
+
+
+def _run(proxy: ControlClient, task: str, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """Print the turns of a run, and return its last line; it is a turn if the response was cut off."""
+    end = dict[str, Any]()
+    with proxy.stream("POST", task, "r", name, "harness", within="t", json=body, timeout=None) as response:
+        try:
+            for line in response.iter_lines():
+                end = loads(line)
+                if "turn" in end:
+                    text = f"turn {end['turn']}: {end['outcome']} in {end['seconds']:.3g} s, {end['node']}"
+                    typer.echo(text, err=True)
+        except (httpx.TransportError, JSONDecodeError):
+            typer.echo("The response was cut off.", err=True)
+            return {}
+    return end
 
 
 def _pairs(option: str, given: list[str] | None, separator: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Trees of any size, one page at a time: children with the totals below them, search, and past rollouts."""
 
 import sqlite3
+from typing import NamedTuple
 
 from pydantic import BaseModel
 
@@ -145,6 +146,37 @@ def matching(
     end, values = wanted.sql("r.id")
     chosen = {"tree": tree, "pattern": f"%{pattern}%"}
     return connection.execute(sql + end, {**values, **chosen, "limit": most}).fetchall()
+
+
+class OwnPart(NamedTuple):
+    """What one task's rollouts did in a tree that tasks share: the numbers of nodes and of records."""
+
+    nodes: set[int]
+    records: set[int]
+
+
+def own_part(tree: Tree, rows: list[tuple[int | None, int]]) -> OwnPart:
+    """Return what `own_rows` found, with the nodes on the ways to where the rollouts were."""
+    part = OwnPart({tree.root.id}, set())
+    for record, target in rows:
+        if record is not None:
+            part.records.add(record)
+        node = tree.nodes.get(target)
+        while node is not None and node.id not in part.nodes:
+            part.nodes.add(node.id)
+            node = None if node.origin is None else node.origin.source
+    return part
+
+
+def own_rows(connection: sqlite3.Connection, task: str, tree: int) -> list[tuple[int | None, int]]:
+    """Return the records that answered a task's rollouts, each with its target, and where these began. In a thread."""
+    chosen = f"r.task = :task AND r.tree = :tree AND {is_whole('rollouts', 'r')}"
+    sql = (
+        f"SELECT NULL, r.start FROM rollouts r WHERE {chosen} UNION SELECT c.id, c.target FROM rollouts r "
+        "JOIN steps s ON s.rollout = r.id JOIN records c ON c.id = s.record "
+        f"WHERE {chosen} AND {is_whole('steps', 's')} AND {is_whole('records', 'c')}"
+    )
+    return connection.execute(sql, {"task": task, "tree": tree}).fetchall()
 
 
 def rollouts_through(rows: list[tuple[int, str, str, int, int]], wanted: ListQuery) -> Page[PassedRollout]:

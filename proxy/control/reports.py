@@ -28,6 +28,8 @@ from proxy.tree.rollout import Outcome
 
 MAX_ROWS = 1000
 """Most groups of one report. Agents choose labels, so their number has no other bound."""
+MAX_NAMES = 100
+"""Most labels that a report names."""
 BY_TASK, BY_ENDPOINT = "task", "endpoint"
 """What rollouts can be grouped by beside labels. A label of these names cannot be."""
 _LABEL = label_value("r.labels", ":by")
@@ -130,6 +132,7 @@ class ReportPart:
     repeated: tuple[int, float, int]
     damaged: int  # Rollouts and calls that are left out.
     calls: list[SlowCall]  # Those whose executions took longest.
+    label_names: list[str]  # The labels that the rollouts have.
 
     def packed(self) -> bytes:
         """Return the part as JSON."""
@@ -160,6 +163,7 @@ def report_of(parts: Sequence[ReportPart]) -> ReportView:
         rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
         truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
         calls=slowest(call for part in parts for call in part.calls),
+        label_names=sorted({name for part in parts for name in part.label_names})[:MAX_NAMES],
     )  # fmt: skip
 
 
@@ -192,7 +196,12 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
     calls = sum(group.totals.calls for group in groups.values())
     repeated = _repeated(connection, where, values, calls)
     slow = slowest_calls(connection, where, values, _EXECUTED)
-    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged, slow)
+    names = connection.execute(
+        f"SELECT DISTINCT j.key FROM rollouts r, json_each(r.labels) j WHERE {where} ORDER BY 1 LIMIT {MAX_NAMES}",
+        values,
+    )
+    labels = [name for (name,) in names]
+    return ReportPart(request, list(groups.items()), rollouts, repeated, damaged, slow, labels)
 
 
 def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:

@@ -1,12 +1,14 @@
 """The list of a task's trees, one for each environment that its rollouts began in. No tree is loaded for it."""
 
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+import orjson
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Order, Page
 from proxy.control.views.resources import NodeName
+from proxy.storage.schema import is_whole
 from proxy.storage.trees import OF_TASK
 from proxy.times import UtcTime
 from sandboxes.spec import SERVER_DRIVERS, EnvironmentSpec
@@ -15,6 +17,8 @@ _TITLE_CHARS = 120
 """Longest title, in characters."""
 _NAMED = 3
 """Names that a title lists of a mapping; it counts the others."""
+_MOST_SHARERS = 1000
+"""Tasks that the summary of a shared tree names."""
 _IN_EVERY_TITLE = frozenset({"driver", "image", "base", "workdir"})
 """Members of a spec that every title starts with, so they are not listed again."""
 _IN_OTHER_TITLES = frozenset({"databases", "servers"})
@@ -31,7 +35,8 @@ class TreeSummary(BaseModel):
         image: Image of its containers; null for other drivers.
         template: E2B template of its environment; null if there is none.
         base: Base directory of driver `local`; null for other drivers.
-        shared: Whether other tasks with the same environment share the tree.
+        shared: Whether tasks with the same environment share the tree.
+        shared_with: The other tasks that use it, by name; at most 1,000.
         calls: Number of recorded calls.
         rollouts: Number of this task's rollouts that began in it, finished rollouts included.
     """
@@ -44,6 +49,7 @@ class TreeSummary(BaseModel):
     template: str | None
     base: str | None
     shared: bool
+    shared_with: list[str] = []
     created_at: UtcTime
     nodes: int
     calls: int
@@ -58,17 +64,21 @@ def summaries(
     current: int,
     default: EnvironmentSpec,
     templates: Mapping[str, EnvironmentSpec],
+    sees: Callable[[str], bool],
     wanted: ListQuery,
 ) -> Page[TreeSummary]:
     """Return a page of a task's trees. Call it in a thread: it counts nodes and calls of every tree.
 
-    By the key `current`, the current tree is the greatest, then calls count. See `TreeStore.shared_owner`.
+    By the key `current`, the current tree is the greatest, then calls count. Other tasks are named if the request
+    `sees` them. See `TreeStore.shared_owner`.
     """
     sql = (
         "SELECT t.id, t.root, t.spec, t.created_at, (SELECT COUNT(*) FROM nodes WHERE tree = t.id) AS nodes, "
         "(SELECT COUNT(*) FROM records WHERE tree = t.id) AS calls, "
         "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task) AS rollouts, "
-        "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task AND finished = 0) AS running "
+        "(SELECT COUNT(*) FROM rollouts WHERE tree = t.id AND task = :task AND finished = 0) AS running, "
+        "(SELECT json_group_array(task) FROM (SELECT task FROM shares WHERE tree = t.id AND task <> :task "
+        f"AND {is_whole('shares')} ORDER BY task LIMIT {_MOST_SHARERS})) AS sharers "
         f"FROM trees t WHERE {OF_TASK}"
     )
     connection.row_factory = sqlite3.Row
@@ -79,11 +89,17 @@ def summaries(
             (row["id"] == current, row["calls"], row["id"]) if wanted.key == "current" else (row[wanted.key], row["id"])
         )
 
-    return wanted.sorted_part(rows, order).page(lambda row: _summary(row, row["id"] == current, default, templates))
+    return wanted.sorted_part(rows, order).page(
+        lambda row: _summary(row, row["id"] == current, default, templates, sees)
+    )
 
 
 def _summary(
-    row: sqlite3.Row, current: bool, default: EnvironmentSpec, templates: Mapping[str, EnvironmentSpec]
+    row: sqlite3.Row,
+    current: bool,
+    default: EnvironmentSpec,
+    templates: Mapping[str, EnvironmentSpec],
+    sees: Callable[[str], bool],
 ) -> TreeSummary:
     spec = EnvironmentSpec.model_validate_json(row["spec"])
     template = next((name for name, environment in templates.items() if environment == spec), None)
@@ -97,6 +113,7 @@ def _summary(
         template=template,
         base=spec.base if spec.driver == "local" else None,
         shared=spec.shared,
+        shared_with=[name for name in orjson.loads(row["sharers"]) if sees(name)],
         **counts,
     )
 

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from proxy.control.browsing import OwnPart
 from proxy.control.paging import ListQuery, Page
 from proxy.control.views.answers import answer_view
 from proxy.control.views.nodes import (
@@ -41,8 +42,13 @@ class Reader:
     def __init__(self, store: Store) -> None:
         self._store = store
 
-    def tree(self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int) -> TreeView:
-        """Return a view of a subtree, of at most `limit` nodes. `depth` counts the levels below `top`; None for all."""
+    def tree(
+        self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int, own: OwnPart | None = None
+    ) -> TreeView:
+        """Return a view of a subtree, of at most `limit` nodes. `depth` counts the levels below `top`; None for all.
+
+        With `own`, other nodes and observations are left out.
+        """
         nodes: list[NodeView] = []
         truncated = False
         rollouts = rollouts_by_node(task)
@@ -50,7 +56,8 @@ class Reader:
             if len(nodes) == limit:
                 truncated = True
                 break
-            nodes.append(NodeView(**self._node(node, rollouts.get(node, []))))
+            if own is None or node.id in own.nodes:
+                nodes.append(NodeView(**self._node(node, rollouts.get(node, []), own)))
         return TreeView(task=task.name, root=node_name(tree.root), nodes=nodes, truncated=truncated)
 
     def detail(
@@ -130,7 +137,7 @@ class Reader:
             resources=None if record is None else self._resources(record),
         )
 
-    def _node(self, node: Node, rollouts: list[str]) -> dict[str, Any]:
+    def _node(self, node: Node, rollouts: list[str], own: OwnPart | None = None) -> dict[str, Any]:
         origin = node.origin
         return {
             **node_facts(node),
@@ -138,7 +145,11 @@ class Reader:
             "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
             "rollouts": sorted(rollouts),
             "resources": None if origin is None else self._resources(origin),
-            "observations": [self._observation(r) for r in node.records.values() if r.observation],
+            "observations": [
+                self._observation(record)
+                for record in node.records.values()
+                if record.observation and (own is None or record.id in own.records)
+            ],
         }
 
     def _observation(self, record: Record) -> ObservationView:

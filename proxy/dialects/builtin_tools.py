@@ -1,6 +1,6 @@
 """The built-in tools as MCP tools, in one table, with the keys and records of the built-in endpoint (pure)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,25 @@ class McpTool:
     def listed(self) -> dict[str, Any]:
         """Return the tool's entry in `tools/list`."""
         return tool_entry(self.name, self.description, self.properties, self.required, reads=self.reads)
+
+
+_LEAST: dict[str, tuple[Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall], dict[str, Schema]]] = {
+    "shell": (shell.parse, {"exec": {"command": "true"}}),
+    "sql": (sql.parse, {
+        "query": {"sql": "SELECT 1"}, "script": {"sql": "SELECT 1"}, "explain": {"sql": "SELECT 1"},
+        "compare": {"sql": "SELECT 1", "gold": "SELECT 1"}, "tables": {}, "schema": {},
+    }),
+}  # fmt: skip
+"""By endpoint how it reads a request, and for each tool with defaults the arguments that it needs."""
+
+
+def defaults_of(endpoint: str, tool: str, spec: EnvironmentSpec) -> Mapping[str, Any]:
+    """Return the arguments that a tool's call has in a task of this environment if its request leaves them out."""
+    parse, tools = _LEAST.get(endpoint, (shell.parse, {}))
+    if tool not in tools:
+        return {}
+    arguments = parse("POST", tool, "", orjson.dumps(tools[tool]), spec).arguments
+    return {name: value for name, value in arguments.items() if name not in tools[tool]}
 
 
 # -- shell -----------------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ class SnapshotValue:
     ) -> Prospect:
         # The other way decides: a snapshot is worth what it saves against the cheapest replay.
         plan = self._way_without(node, driver)
-        saved_s = 0.0
+        saved_s = risk_s = 0.0
         if plan is not None:
             risk_s = self._risk_s(plan) if plan.suffix else 0.0
             # Never negative: a snapshot that is slower than a replay is worth nothing, not less than nothing.
@@ -205,6 +205,7 @@ class SnapshotValue:
             reproducible=plan is not None,
             proven=is_proven,
             held=held,
+            risk_s=min(risk_s, saved_s),
             doubtful=kind == "files" and plan is not None and any(record.doubtful for record in plan.suffix),
         )
 

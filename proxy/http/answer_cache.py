@@ -9,6 +9,7 @@ from proxy.storage.records import RecordStore
 from proxy.tree.tree import Record
 from sandboxes.calls import ResourceUse, ToolResult
 from sandboxes.http_message import of_tool_server
+from sandboxes.listener import Headers
 
 RawHeaders = list[tuple[bytes, bytes]]
 """Header names and values as bytes, in the order in which they are sent."""
@@ -42,6 +43,11 @@ class PreparedAnswer:
         # Without the status line, the headers of a hit, and the two empty lines before the body.
         lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(self.hit_headers)]
         return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+
+    @property
+    def marks(self) -> Headers:
+        """The header with the marks of the call; none without marks."""
+        return tuple((name.decode(), value.decode()) for name, value in self.headers if name == MARKS_HEADER)
 
     @property
     def hit_headers(self) -> RawHeaders:

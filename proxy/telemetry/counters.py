@@ -68,11 +68,14 @@ class Counters(CallTotals):
             **CallTotals.as_dict(self),
             **{name: getattr(self, name) for name in _NUMBERS},
             "errors": sum(self.failures.values()),
+            "recovered": sum(self.failures[kind] for kind in _RECOVERED),
             "hits_refused": dict(self.hits_refused),
             "failures": dict(self.failures),
             "refusals": dict(self.refusals),
         }
 
 
+_RECOVERED = ("audit", "compaction", "damaged-answer", "damaged-state", "restore", "store", "warm")
+"""Failures after which the proxy took another way, so that no call failed for them."""
 _NUMBERS = [each.name for each in fields(Counters) if each.type in (int, float)]
 """The totals that are plain numbers; the REST API shows them under the same names."""

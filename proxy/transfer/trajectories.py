@@ -10,6 +10,7 @@ Of agents inside their sandbox, it can be a line for each turn instead: the node
 3. Every answer is compared with its digest. A call whose record was forgotten or is damaged has no messages; then
    `complete` is false.
 
+Arguments that a tool fills in, such as its time limit, are left out: no model wrote them.
 Headers of requests to tool servers may be credentials, so they are left out.
 """
 
@@ -26,6 +27,7 @@ from typing import Any
 
 import orjson
 
+from proxy.dialects.builtin_tools import defaults_of
 from proxy.dialects.shell import exit_code
 from proxy.storage.blobs import blob_of
 from proxy.storage.database import StoreDatabase
@@ -33,10 +35,11 @@ from proxy.storage.records import answer_of
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
 from proxy.tree.call_totals import CallTotals
-from proxy.tree.labels import REWARD
+from proxy.tree.labels import REWARD, typed
 from proxy.tree.rollout import Outcome
 from sandboxes.calls import ResourceUse, ToolResult
 from sandboxes.effects import Effect
+from sandboxes.spec import EnvironmentSpec
 
 ANSWER_BYTES = 1 << 20
 """Longest answer or upload in a line, in bytes, unless a request says otherwise: models read far less of one."""
@@ -98,15 +101,13 @@ def _selected(request: TrajectoryRequest) -> tuple[str, dict[str, str]]:
     return " AND ".join(parts), values
 
 
-def _reward(labels: Mapping[str, str]) -> float | None:
-    return float(labels[REWARD]) if REWARD in labels else None
-
-
 class _TrajectoryWriter:
     def __init__(self, connection: sqlite3.Connection, request: TrajectoryRequest) -> None:
         self._connection, self._request = connection, request
         # Of the tree that was looked at last: the record that came first to each node, and where it was made.
         self._origins: tuple[int, dict[int, tuple[int, int]]] = (-1, {})
+        # The arguments that tools of a tree fill in, by its number, endpoint and tool.
+        self._defaults: dict[tuple[int, str, str], Mapping[str, Any]] = {}
 
     def pieces(self) -> Iterator[bytes]:
         condition, values = _selected(self._request)
@@ -136,10 +137,10 @@ class _TrajectoryWriter:
             page = self._connection.execute(sql, (rollout, page[-1][0], calls)).fetchall()
 
     def _line(self, row: Mapping[str, Any]) -> Iterator[bytes]:
-        labels = orjson.loads(row["labels"])
+        labels = typed(orjson.loads(row["labels"]))
         head = {
             "task": row["task"], "rollout": row["name"], "id": row["id"], "labels": labels,
-            "reward": _reward(labels), "finished": bool(row["finished"]),
+            "reward": labels.get(REWARD), "finished": bool(row["finished"]),
             "created_at": row["created_at"], "used_at": row["used_at"],
             "start": f"n{row['start']}", "node": f"n{row['node']}",
         }  # fmt: skip
@@ -149,7 +150,7 @@ class _TrajectoryWriter:
         # Without a damaged step, the line is not complete.
         for turn, record, number in self._steps(row["id"], row["calls"]):
             outcome = Outcome(number)
-            call, messages = self._call(turn, record, outcome)
+            call, messages = self._call(row["tree"], turn, record, outcome)
             totals.answered(outcome, call["tool_s"])
             calls.append(orjson.dumps(call))
             marks.update(call["marks"])
@@ -176,7 +177,7 @@ class _TrajectoryWriter:
         call that cannot be read is left out: its number and its request would be unknown.
         """
         way = self._way_to(row["tree"], row["start"])
-        reward = _reward(orjson.loads(row["labels"]))
+        reward = typed(orjson.loads(row["labels"])).get(REWARD)
         turn, node, waiting = -1, "", dict[int, str | None]()
         steps = (record for _, record, _ in self._steps(row["id"], row["calls"]))
         for number, record in enumerate(chain(way, steps)):
@@ -210,7 +211,7 @@ class _TrajectoryWriter:
             node = origin[1]
         return way[::-1]
 
-    def _call(self, turn: int, record: int, outcome: Outcome) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def _call(self, tree: int, turn: int, record: int, outcome: Outcome) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Return what `calls` says of a call, and its two messages; no messages if its record cannot be read."""
         call: dict[str, Any] = {
             "turn": turn, "id": f"call_{turn}", "outcome": outcome.name.lower(),
@@ -231,7 +232,7 @@ class _TrajectoryWriter:
             return call, []
         made, upload, result = recorded
         content, encoding, answer_cut = self._text(result.body)
-        arguments, upload_cut = self._arguments(made["arguments"], upload)
+        arguments, upload_cut = self._arguments(self._given(tree, made), upload)
         call |= {
             "endpoint": made["endpoint"], "tool": made["tool"], "status": result.status,
             "media_type": result.media_type, "encoding": encoding, "truncated": answer_cut or upload_cut,
@@ -261,6 +262,17 @@ class _TrajectoryWriter:
         if call is None or upload is None or answer is None:
             return None
         return orjson.loads(call), upload, answer_of(answer)
+
+    def _given(self, tree: int, made: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call that its request may have had: those that are not what the tool fills in."""
+        key = (tree, made["endpoint"], made["tool"])
+        if key not in self._defaults:
+            sql = f"SELECT spec FROM trees WHERE id = ? AND {is_whole('trees')}"
+            row = self._connection.execute(sql, (tree,)).fetchone()
+            spec = None if row is None else EnvironmentSpec.model_validate_json(row[0])
+            self._defaults[key] = {} if spec is None else defaults_of(*key[1:], spec)
+        defaults, absent = self._defaults[key], object()
+        return {name: value for name, value in made["arguments"].items() if defaults.get(name, absent) != value}
 
     def _arguments(self, arguments: Mapping[str, Any], upload: bytes) -> tuple[dict[str, Any], bool]:
         kept = {name: value for name, value in arguments.items() if name != "headers" or "target" not in arguments}

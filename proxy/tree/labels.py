@@ -12,7 +12,7 @@ from urllib.parse import unquote_to_bytes
 from proxy.refusals import RefusalError
 
 Labels = Mapping[str, str]
-"""Labels by name. Values are texts; `step`, `epoch` and `reward` are numbers in their shortest form."""
+"""Labels by name, as they are kept: all as texts; `step`, `epoch` and `reward` are numbers in their shortest form."""
 
 MAX_LABELS = 16
 """Most labels of one rollout: a run, a step, a group, a policy, a reward, and a trainer's own."""
@@ -37,6 +37,14 @@ def checked(values: Mapping[str, Any]) -> dict[str, str]:
     if len(values) > MAX_LABELS:
         raise _refusal(f"a rollout has at most {MAX_LABELS} labels, not {len(values)}. Leave some out.")
     return {name: _value(name, value) for name, value in values.items()}
+
+
+def typed(labels: Labels) -> dict[str, str | int | float]:
+    """Return labels as views show them: `step` and `epoch` as whole numbers, `reward` as a number, others as texts."""
+    return {
+        name: int(value) if name in _WHOLE else float(value) if name == REWARD else value
+        for name, value in labels.items()
+    }
 
 
 def changed(labels: Labels, changes: Mapping[str, Any]) -> dict[str, str]:

@@ -17,10 +17,12 @@ from proxy.control.routes.params import (
     PROBLEM,
     ControlDep,
     NewName,
+    OwnQuery,
     PositionDep,
     RolloutName,
     TaskDep,
     TreeDep,
+    own_of,
 )
 from proxy.control.routes.rollouts import begin
 from proxy.control.tree_reader import rollouts_by_node
@@ -131,14 +133,17 @@ async def get_columns(
     tree: TreeDep,
     after: Annotated[int, Query(ge=0, le=1 << 60, description="Return the nodes after this node number.")] = 0,
     limit: Annotated[int, Query(ge=1, le=20_000)] = 10_000,
+    own: OwnQuery = False,
 ) -> Response:
     """Show a tree as columns of numbers, in the order of its nodes' creation, with its rollouts and sandboxes."""
-    read = await columns_of(tree, after, limit)
+    part = await own_of(control, task, tree) if own else None
+    read = await columns_of(tree, after, limit, part)
+    nodes = len(tree.nodes if part is None else part.nodes)
     standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
     slots = [(slot.position, slot.warm) for slot in control.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(
-        orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes)), media_type="application/json"
+        orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes, nodes)), media_type="application/json"
     )
 
 
@@ -156,12 +161,20 @@ async def get_titles(
 
 @page_data.get("/tasks/{task}/nodes/{node}/observations")
 async def get_observations(
+    control: ControlDep,
     page: PageDep,
+    task: TaskDep,
     position: PositionDep,
     wanted: Annotated[ListQuery, list_query("hits", "record", default="-hits")],
+    own: OwnQuery = False,
 ) -> Page[TitleView]:
     """List the observations at a node, by hits."""
-    observations = (record for record in position[1].records.values() if record.observation)
+    part_of = await own_of(control, task, position[0]) if own else None
+    observations = (
+        record
+        for record in position[1].records.values()
+        if record.observation and (part_of is None or record.id in part_of.records)
+    )
     by_hits = wanted.key == "hits"
     part = wanted.sorted_part(observations, lambda record: (record.hits, -record.id) if by_hits else (record.id,))
     return Page(items=await _titles(page.titles, part.entries), total=part.total, next=part.next)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from proxy.control.browsing import OwnPart
 from proxy.tree.tree import Node, Tree
 
 _SLICE = 300
@@ -74,15 +75,20 @@ class TreeColumns(BaseModel):
     sandboxes: list[int]
 
 
-async def columns_of(tree: Tree, after: int, limit: int) -> tuple[Columns, list[tuple[int, int]], bool]:
-    """Return the columns and `meets` of nodes after a number (0 for all), and whether there are more."""
+async def columns_of(
+    tree: Tree, after: int, limit: int, own: OwnPart | None = None
+) -> tuple[Columns, list[tuple[int, int]], bool]:
+    """Return the columns and `meets` of nodes after a number (0 for all), and whether there are more.
+
+    With `own`, other nodes and observations are left out.
+    """
     chosen, more = _after(tree, after, limit)
     columns, meets = Columns(), []
     read = 0
     for node in chosen:
-        if node.detached:
+        if node.detached or (own is not None and node.id not in own.nodes):
             continue
-        meets += _append(columns, node)
+        meets += _append(columns, node, own)
         read += 1 + len(node.records)
         if read >= _SLICE:
             read = 0
@@ -101,13 +107,15 @@ def _after(tree: Tree, after: int, limit: int) -> tuple[list[Node], bool]:
     return [tree.nodes[number] for number in ids[start : start + limit]], True
 
 
-def _append(columns: Columns, node: Node) -> list[tuple[int, int]]:
+def _append(columns: Columns, node: Node, own: OwnPart | None) -> list[tuple[int, int]]:
     """Append a node to the columns, and return its `meets`."""
     origin = node.origin
     seen = seen_hits = 0
     saved = 0.0 if origin is None else origin.hits * origin.seconds
     meets = []
     for record in node.records.values():
+        if own is not None and record.id not in own.records:
+            continue
         if record.target is node:
             seen += 1
             seen_hits += record.hits
@@ -141,18 +149,19 @@ def _marks(node: Node) -> int:
 
 def tree_columns(
     task: str, tree: Tree, read: tuple[Columns, list[tuple[int, int]], bool], standing: Mapping[int, list[str]],
-    sandboxes: Iterable[tuple[int, bool]],
+    sandboxes: Iterable[tuple[int, bool]], nodes: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return a `TreeColumns`, from the result of `columns_of`, without validation, which takes longer than reading.
 
-    Each of the `sandboxes` is the number of its node, and whether it is a warm fork.
+    `nodes` counts all nodes of the tree or of its part. Each of the `sandboxes` is the number of its node, and whether
+    it is a warm fork.
     """
     columns, meets, more = read
     positions = list(sandboxes)
     return {
         "task": task,
         "root": tree.root.id,
-        "nodes": len(tree.nodes),
+        "nodes": nodes,
         "more": more,
         "columns": vars(columns),
         "meets": meets,

@@ -23,7 +23,7 @@ ways = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5X
 
 
 class WayView(BaseModel):
-    """The way of a rollout.
+    """The way of a rollout, which may be another task's where tasks share the tree.
 
     Attributes:
         start: Number of the node that it began at.
@@ -33,6 +33,7 @@ class WayView(BaseModel):
         outcomes: How each call was answered, a letter for each: `h`it, `m`iss, `w`ait or `b`ypass.
     """
 
+    task: str
     rollout: str
     finished: bool
     labels: dict[str, str]
@@ -65,24 +66,24 @@ def read_ways(connection: sqlite3.Connection, tree: int, wanted: ListQuery) -> W
     # Names that begin with ~ are rollouts of the proxy itself.
     chosen = "FROM rollouts WHERE tree = :tree AND name < '~'"
     (total,) = connection.execute(f"SELECT COUNT(*) {chosen}", {"tree": tree}).fetchone()
-    sql = f"SELECT id, name, finished, labels, start, calls, {is_whole('rollouts')} {chosen}{end}"
+    sql = f"SELECT id, task, name, finished, labels, start, calls, {is_whole('rollouts')} {chosen}{end}"
     rows = connection.execute(sql, {"tree": tree, **values}).fetchall()
     steps = itertools.accumulate(calls if whole else 0 for *_, calls, whole in rows)
     fitting = max(1, sum(upto <= MAX_STEPS for upto in steps))
     part = replace(wanted, limit=min(fitting, wanted.limit)).part(rows, total, lambda row: (row[0],))
     ways, damaged = list[WayView](), 0
-    for number, name, finished, labels, start, _, whole in part.entries:
+    for number, task, name, finished, labels, start, _, whole in part.entries:
         if not whole:
             damaged += 1
             continue
-        way, lost = _way(connection, number, name, finished, labels, start)
+        way, lost = _way(connection, number, task, name, finished, labels, start)
         ways.append(way)
         damaged += lost
     return WaysView(items=ways, total=part.total, next=part.next, damaged=damaged)
 
 
 def _way(
-    connection: sqlite3.Connection, number: int, name: str, finished: int, labels: str, start: int
+    connection: sqlite3.Connection, number: int, task: str, name: str, finished: int, labels: str, start: int
 ) -> tuple[WayView, int]:
     """Return the way of a rollout, and how many of its steps are damaged: the list of its calls says what they are."""
     sql = (
@@ -93,6 +94,7 @@ def _way(
     rows = connection.execute(sql, (number, MAX_STEPS)).fetchall()
     steps = [step for *step, whole in rows if whole]
     way = WayView(
+        task=task,
         rollout=name,
         finished=bool(finished),
         labels=json.loads(labels),

@@ -1,5 +1,6 @@
 """What came of a call, as the supervisor knows it before the call's effects are measured."""
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,9 @@ from sandboxes.guest.files.operations import problem
 from sandboxes.guest.process_io import OVER_DISK
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.messages import CommandOutcome, FileOutcome, Outcome, ProcessOutcome
+
+_TOO_LARGE = 128 + signal.SIGXFSZ
+"""Exit code of a command whose file came to the largest size that a file may have (RLIMIT_FSIZE)."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class Performed:
         """Return the marks of a call, given which limits its watches have reported."""
         marks = ["disk" if limit == "depth" else limit for limit in reached]
         marks += ["broken"] if self.is_broken else []
-        if isinstance(self.outcome, CommandOutcome | ProcessOutcome) and self.outcome.timed_out:
-            marks.append("timeout")
+        if isinstance(self.outcome, CommandOutcome | ProcessOutcome):
+            marks += ["timeout"] if self.outcome.timed_out else []
+            marks += ["disk"] if self.outcome.exit_code == _TOO_LARGE else []
         if isinstance(self.outcome, CommandOutcome) and self.outcome.truncated:
             marks.append("output")
         return in_order(marks)

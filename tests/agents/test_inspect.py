@@ -8,7 +8,9 @@ from typing import Any
 
 from tests.agents.clients import packages, run
 from tests.agents.serving import real_proxy
-from tests.machine import require_sandboxes
+from tests.machine import require_criu, require_sandboxes
+from tests.proxy.compat.harness import scripted_agent_text
+from tests.scripted_model import scripted_model
 
 AS_ROOT = [
     "test_read_file_not_allowed",
@@ -50,3 +52,26 @@ def test_inspect_group_shares_its_prefix() -> None:
     assert set(outcomes[2][:-2]) == {"hit"}
     assert all(each["finished"] for each in rollouts)
     assert spec["limits"]["output_bytes"] == 10 << 20
+
+
+def test_an_agent_that_a_sample_starts_in_its_sandbox_is_a_harness() -> None:
+    """Nothing runs for the second sample, whose model says the same."""
+    require_criu()
+    place = packages("inspect-ai==0.3.285")
+    path = f"{place}{os.pathsep}{Path(__file__).parents[2]}"
+    spec = {"files": {"/agent.py": scripted_agent_text()}}
+    with (
+        scripted_model(lambda number, _: "date +%N" if number < 2 else None) as model,
+        real_proxy(checkpoints=True, sources=(model.root,)) as proxy,
+    ):
+        samples = run(
+            place, "inspect_harness_client.py", proxy.url, json.dumps(spec), json.dumps([model.url(), model.url()]),
+            python=sys.executable, env={"PYTHONDONTWRITEBYTECODE": "", "PYTHONPATH": path, "INSPECT_DISPLAY": "none"},
+        )  # fmt: skip
+        [task] = proxy.client.get("/api/v1/tasks").json()["items"]
+        rollouts = proxy.client.get(f"/api/v1/tasks/{task['task']}/rollouts").json()["items"]
+        outcomes = [proxy.outcomes(task["task"], each["rollout"]) for each in rollouts]
+    assert samples[0] == samples[1]
+    assert set(outcomes[1]) == {"hit"}
+    assert len(outcomes[0]) == len(outcomes[1])
+    assert set(model.keys) == {"secret"}

@@ -110,11 +110,11 @@ def test_labels_reach_rollouts(proxy: Proxy, kind: Kind) -> None:
         await done(called.exec("true"))
         labels = {each.rollout: dict(each.labels) for each in await done(task.rollouts())}
         assert labels == {
-            "begun": {"run": "r 7", "step": "3", "group": "a,b=c %"},
-            "fork": {"run": "r 7", "step": "4", "group": "a,b=c %"},
+            "begun": {"run": "r 7", "step": 3, "group": "a,b=c %"},
+            "fork": {"run": "r 7", "step": 4, "group": "a,b=c %"},
             "called": {"run": "r 7", "greedy": "true"},
         }
-        assert (await done(begun.label(reward=1, group=None))).labels == {"run": "r 7", "step": "3", "reward": "1.0"}
+        assert (await done(begun.label(reward=1, group=None))).labels == {"run": "r 7", "step": 3, "reward": 1.0}
         assert (await done(begun.info())).state == "finished"
         assert [each.rollout for each in await done(task.rollouts(labels={"greedy": True}))] == ["called"]
         assert fork.labels == labels["fork"]

@@ -35,10 +35,10 @@ def call(proxy: Running, rollout: str, command: str = "ls", *, query: str = "", 
 def test_first_request_labels_its_rollout(proxy: Running) -> None:
     """The header counts before the query. Later requests of the rollout change nothing, hits and misses alike."""
     call(proxy, "a", query="?forkpoint-labels=run%3Dold%2Cgroup%3Dg%25201", x_forkpoint_labels="run=r7,step=03")
-    assert labels_of(proxy, "a") == {"run": "r7", "group": "g 1", "step": "3"}
+    assert labels_of(proxy, "a") == {"run": "r7", "group": "g 1", "step": 3}
     for command in ("ls", "echo x > f"):
         call(proxy, "a", command, x_forkpoint_labels="run=other,reward=1")
-    assert labels_of(proxy, "a") == {"run": "r7", "group": "g 1", "step": "3"}
+    assert labels_of(proxy, "a") == {"run": "r7", "group": "g 1", "step": 3}
 
 
 def test_labels_are_no_part_of_a_call(proxy: Running) -> None:
@@ -63,13 +63,13 @@ def test_rest_sets_changes_and_filters_labels(proxy: Running) -> None:
     """A reward is known after the end. A fork has its source's labels, and no reward."""
     at = "/api/v1/tasks/task/rollouts"
     begun = proxy.client.post(at, json={"rollout": "a", "labels": {"run": "r7", "step": 3, "note": "<b>"}}).json()
-    assert begun["labels"] == {"run": "r7", "step": "3", "note": "<b>"}
+    assert begun["labels"] == {"run": "r7", "step": 3, "note": "<b>"}
     changed = proxy.client.patch(f"{at}/a/labels", json={"reward": 0.5, "note": None}).json()
-    assert changed["labels"] == {"run": "r7", "step": "3", "reward": "0.5"}
+    assert changed["labels"] == {"run": "r7", "step": 3, "reward": 0.5}
     forked = proxy.client.post(f"{at}/a/fork", json={"name": "b", "labels": {"step": 4}}).json()
-    assert forked["labels"] == {"run": "r7", "step": "4"}
+    assert forked["labels"] == {"run": "r7", "step": 4}
     proxy.client.delete(f"{at}/a").raise_for_status()
-    assert proxy.client.patch(f"{at}/a/labels", json={"reward": 1}).json()["labels"]["reward"] == "1.0"
+    assert proxy.client.patch(f"{at}/a/labels", json={"reward": 1}).json()["labels"]["reward"] == 1.0
     for query, names in (("label=run=r7", ["a", "b"]), ("label=run=r7&label=step=04", ["b"]), ("label=run=x", [])):
         assert [each["rollout"] for each in proxy.client.get(f"{at}?{query}").json()["items"]] == names, query
     refused = [

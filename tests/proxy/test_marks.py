@@ -20,6 +20,7 @@ from proxy.transfer.validate import _is_answer
 from sandboxes.calls import MARKS, Execution, ToolCall, ToolResult, in_order
 from sandboxes.errors import SandboxError
 from sandboxes.listener import Listener
+from tests.proxy.compat.docker.test_endpoint import container, execution, start
 from tests.proxy.rig import engine
 from tests.proxy.serving import Running, get, serving
 from tests.proxy.transfer.rig import chunks, exported, walked
@@ -34,7 +35,7 @@ class Marking(MemorySandbox):
 
     async def execute(self, call: ToolCall, listener: Listener | None = None) -> Execution:
         ran = await super().execute(call, listener)
-        command = str(call.arguments.get("command"))
+        command = str(call.arguments.get("command", " ".join(call.arguments.get("argv", ()))))
         if command == FAILING:
             raise SandboxError("the machine failed")
         # Large answers are stored compressed, and the marks are read from the first bytes all the same.
@@ -59,6 +60,16 @@ def test_hit_has_the_marks_of_the_miss(proxy: Running) -> None:
     for name, task in (("c", "task"), ("c", "other"), ("d", "other")):
         headers = [proxy.exec(name, command, task=task).headers.get("x-forkpoint-marks") for command in COMMANDS]
         assert headers == ["memory, output", None, None]
+
+
+def test_dockers_view_of_an_exec_has_the_marks(tmp_path: Path) -> None:
+    """The response to its start has gone out before the command ends."""
+    with serving(tmp_path, drivers={"memory": MemoryDriver(sandbox=Marking)}, any_image=True) as running:
+        for name in ("missed", "hit"):
+            made = execution(running, name, container(running, name), "true disk pids")
+            assert start(running, name, made)[0] == 101
+            shown = running.client.get(f"/t/task/r/{name}/docker/exec/{made}/json")
+            assert shown.headers["x-forkpoint-marks"] == "disk, pids"
 
 
 def test_views_count_marks(proxy: Running) -> None:

@@ -159,3 +159,22 @@ def test_other_tree_is_exported_and_imported(
         expect(page).to_have_url(re.compile(r"#/t/taken\?root=n\d+"))
         page.get_by_role("button", name="Table").click()
         expect(page.get_by_role("treegrid")).to_contain_text("echo $X > f")
+
+
+def test_a_shared_tree_of_reads_opens_as_a_list_of_one_task_or_of_all(
+    page: Page, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Its map would be one dot. The address opens the lanes of a tree that is shown already, too."""
+    with serving(tmp_path_factory.mktemp("data")) as proxy:
+        for task, reads in (("a", 5), ("b", 7)):
+            proxy.client.put(f"/api/v1/tasks/{task}", json={"driver": "memory", "share": "on"}).raise_for_status()
+            for number in range(reads):
+                proxy.exec("1", f"cat f{number}", task=task)
+        page.goto(f"{proxy.client.base_url}/ui/#/t/a")
+        expect(page.get_by_role("treegrid")).to_be_visible()
+        expect(page.locator(".reads li")).to_have_count(7)
+        page.get_by_role("button", name="Only this task (shared with 1)").click()
+        expect(page.locator(".reads li")).to_have_count(5)
+        expect(page).to_have_url(re.compile("own=1"))
+        page.evaluate("location.hash = '#/t/a?lanes=1'")
+        expect(page.locator(".lane")).to_have_count(2)

@@ -18,7 +18,7 @@ MODULES = """async ([view, away]) => {
     const model = new Model();
     model.append(view.columns, view.meets);
     const ways = new Ways("");
-    ways.take(away.items);
+    ways.take(away.items, "demo");
     return (%s)({ model, ways, shared, Colours, corners, litWay });
 }"""
 

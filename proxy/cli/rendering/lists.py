@@ -177,7 +177,7 @@ def render_stats(view: Json) -> RenderableType:
         ("with processes", _share(view, "checkpoint")),
         ("audited", f"{view['audit_checked']:,} calls, {view['audit_differing']:,} differ"),
         ("divergences", f"{view['divergences']:,}"),
-        ("errors", f"{view['errors']:,}"),
+        ("errors", f"{view['errors']:,}, of which {view['recovered']:,} failed no call"),
     )
     table = Table.grid(padding=(0, _GAP))
     for name, value in facts:

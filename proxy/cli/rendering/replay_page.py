@@ -70,7 +70,7 @@ def rollout_page(line: Json) -> Iterator[str]:
     yield _table([
         ("task", line["task"]), ("labels", _labels(line)), ("nodes", f"{line['start']} to {line['node']}"),
         ("calls", f"{totals['calls']:,}, of which {totals['hits'] + totals['waits']:,} ran no tool"),
-        ("seconds", _seconds(totals)), ("reward", "none" if line["reward"] is None else f"{line['reward']:g}"),
+        ("seconds", _seconds(totals)),
     ])  # fmt: skip
     yield _incomplete(line["complete"])
     whole_s = sum(call["tool_s"] for call in line["calls"]) or 1.0
@@ -139,8 +139,7 @@ def _grow(lines: Iterable[Json], limit: int) -> tuple[list[_Node], list[tuple[st
             entry.outcomes[call["outcome"]] += 1
             at = call["node"]
         nodes[at].rollouts.append(line["rollout"])
-        reward = "" if line["reward"] is None else f", reward {line['reward']:g}"
-        rows.append((line["rollout"], f"{_labels(line)}{reward}; {_seconds(line['totals'])}; ends at {at}"))
+        rows.append((line["rollout"], f"{_labels(line)}; {_seconds(line['totals'])}; ends at {at}"))
     return tops, rows, shown, complete
 
 
@@ -227,13 +226,12 @@ def _text(text: str, *, lines: bool = False) -> str:
 
 
 def _labels(line: Json) -> str:
-    return ", ".join(f"{name}={value}" for name, value in line["labels"].items()) or "none"
+    shown = ((name, f"{value:g}" if isinstance(value, float) else value) for name, value in line["labels"].items())
+    return ", ".join(f"{name}={value}" for name, value in shown) or "none"
 
 
 def _seconds(totals: Json) -> str:
-    return (
-        f"{totals['executed_s']:.3g} s executed, {totals['saved_s']:.3g} s saved, {totals['replayed_s']:.3g} s replayed"
-    )
+    return ", ".join(f"{totals[f'{name}_s']:,.2f} s {name}" for name in ("executed", "saved", "replayed"))
 
 
 def _incomplete(is_complete: object) -> str:

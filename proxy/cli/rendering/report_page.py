@@ -1,5 +1,6 @@
 """One or two reports as one HTML file: tables and inline SVG, no scripts, every text escaped. Pure."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
@@ -9,17 +10,20 @@ Json = Mapping[str, Any]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 640, 200, 56, 28
 _COLOURS = ("#2563eb", "#d97706")
 """Colours of the first and of the second report; they differ in brightness too."""
-_MAX_TICKS = 12
-"""Most labelled groups on an axis."""
+_SIGN = 7
+"""Width of a character on an axis."""
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; } td, th { padding: .2rem .7rem; text-align: right; }
 td:first-child, th:first-child { text-align: left; } tr:nth-child(even) { background: #8881; }
-figure { display: inline-block; margin: .5rem 1rem .5rem 0; } figcaption { font-weight: 600; }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 480px), 1fr)); }
+figure { margin: .5rem 1rem .5rem 0; } figcaption { font-weight: 600; } svg { width: 100%; }
 svg text { font-size: 11px; fill: currentColor; } :root { color-scheme: light dark; }
 """
+_PERCENT = "Hit rate in percent"
+"""The figure whose axis ends at 100, whatever its values are."""
 _PLOTS: tuple[tuple[str, Callable[[Json], float | None]], ...] = (
-    ("Hit rate in percent", lambda row: 100 * row["hit_rate"]),
+    (_PERCENT, lambda row: 100 * row["hit_rate"]),
     ("Tool seconds executed", lambda row: row["executed_s"]),
     ("Tool seconds saved", lambda row: row["saved_s"]),
     ("Mean reward", lambda row: row["reward"]),
@@ -129,7 +133,7 @@ def page(reports: Sequence[Json]) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Forkpoint report</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{_STYLE}</style></head>'
-        f"<body><h1>Forkpoint report</h1>{legend}{figures}{tables}</body></html>\n"
+        f"<body><h1>Forkpoint report</h1>{legend}<main>{figures}</main>{tables}</body></html>\n"
     )
 
 
@@ -160,7 +164,10 @@ def _figure(title: str, value: Callable[[Json], float | None], reports: Sequence
     values = [number for line in lines for number in line.values() if number is not None]
     if not values:
         return ""
-    low, high = min(0.0, *values), max(0.0, *values)
+    low, high = min(0.0, *values), 100.0 if title == _PERCENT else max(0.0, *values)
+    # Only groups that follow one another, such as steps, are joined by a line.
+    is_series = len(groups) > 1 and all(name.isdigit() for name in groups)
+    bar = min(40.0, 0.8 * (_WIDTH - _LEFT) / max(1, len(groups)) / len(lines))
     span = (high - low) or 1.0
     step = (_WIDTH - _LEFT) / max(1, len(groups))
 
@@ -171,12 +178,21 @@ def _figure(title: str, value: Callable[[Json], float | None], reports: Sequence
         return 8 + (_HEIGHT - _BOTTOM - 8) * (1 - (number - low) / span)
 
     marks = []
-    for colour, line in zip(_COLOURS, lines, strict=False):
+    for number, (colour, line) in enumerate(zip(_COLOURS, lines, strict=False)):
         points = [(x(n), y(v)) for n, name in enumerate(groups) if (v := line.get(name)) is not None]
-        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
-        marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        marks += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
-    every = -(-len(groups) // _MAX_TICKS)
+        if is_series:
+            path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
+            marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
+            marks += [f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colour}"/>' for px, py in points]
+            continue
+        left = bar * (number - len(lines) / 2)
+        marks += [
+            f'<rect x="{px + left:.1f}" y="{min(py, y(0)):.1f}" width="{bar:.1f}" height="{abs(y(0) - py):.1f}" '
+            f'fill="{colour}"/>'
+            for px, py in points
+        ]
+    widest = _SIGN * (1 + max(len(_short(name)) for name in groups))
+    every = math.ceil(widest / step)
     ticks = "".join(
         f'<text x="{x(n):.1f}" y="{_HEIGHT - 10}" text-anchor="middle">{escape(_short(name))}</text>'
         for n, name in enumerate(groups)
@@ -188,7 +204,7 @@ def _figure(title: str, value: Callable[[Json], float | None], reports: Sequence
         for number in (low, low + span / 2, low + span)
     )
     return (
-        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+        f'<figure><figcaption>{escape(title)}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" '
         f'role="img" aria-label="{escape(title)}">{scale}{ticks}{"".join(marks)}</svg></figure>'
     )
 

@@ -46,7 +46,15 @@ def render_tree(view: Mapping[str, Any], trees: Sequence[Mapping[str, Any]] = ()
     notes = [Text(LEGEND, style="dim")]
     if view.get("truncated"):
         notes.append(Text("The tree is too large to show at once: choose a subtree with --node, or a smaller --depth."))
+    notes += [Text(note) for tree in trees if tree["root"] == view["root"] if (note := _sharers(tree))]
     return Group(rendered, *notes, *_others([tree for tree in trees if tree["root"] != view["root"]]))
+
+
+def _sharers(tree: Mapping[str, Any]) -> str:
+    names = [printable(name) for name in tree["shared_with"]]
+    more = f" and {len(names) - TREES_SHOWN} more" if len(names) > TREES_SHOWN else ""
+    shown = ", ".join(names[:TREES_SHOWN])
+    return f"Shared with {shown}{more}: --own shows what this task did." if names else ""
 
 
 def _others(trees: Sequence[Mapping[str, Any]]) -> Iterable[RenderableType]:

@@ -141,6 +141,9 @@ class _Replay:
     async def follow(self, client: httpx.AsyncClient, task: RecordedTask, rollout: RecordedRollout) -> None:
         """Make the calls of a rollout in order, and finish it."""
         names = self.names.task(task), self.names.rollout(rollout)
+        if rollout.labels:
+            begun = {"rollout": names[1], "labels": dict(rollout.labels)}
+            await control(client, "POST", f"/api/v1/tasks/{names[0]}/rollouts", begun)
         patience_s = OVERHEAD_S + task.spec.limits.timeout_s
         for request in rollout.requests:
             call_id = CallId(task.name, rollout.name, request.index)

@@ -2,7 +2,7 @@
 
 Each line of a file is the JSON object of one rollout (`docs/data.md`):
 
-- `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}}`
+- `{"task", "rollout", "calls": [{"tool": "shell", "args": {"command": ...}}], "spec"?: {...}, "labels"?: {...}}`
 """
 
 import hashlib
@@ -11,12 +11,15 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import orjson
 from pydantic import ValidationError
 
+from proxy.refusals import RefusalError
+from proxy.tree.labels import checked
 from sandboxes.spec import EnvironmentSpec
 
 _TOOLS = {"bash": ("shell/exec", "command"), "shell": ("shell/exec", "command"), "sql": ("sql/query", "sql")}
@@ -55,6 +58,7 @@ class RecordedRollout:
 
     name: str
     requests: tuple[WorkloadRequest, ...]
+    labels: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,11 @@ def _parsed(line: bytes) -> tuple[str, EnvironmentSpec, RecordedRollout]:
         spec = EnvironmentSpec.model_validate(record.get("spec", {}))
     except ValidationError as error:
         raise WorkloadError(f"`spec` is not an environment spec: {error}") from error
-    return task, spec, RecordedRollout(rollout, tuple(request_of(call, index) for index, call in enumerate(calls)))
+    try:
+        labels = checked(member({"labels": {}, **record}, "labels", dict))
+    except RefusalError as error:
+        raise WorkloadError(str(error)) from error
+    return task, spec, RecordedRollout(rollout, tuple(map(request_of, calls, count())), labels)
 
 
 def _gather(parsed: Iterable[tuple[str, EnvironmentSpec, RecordedRollout]]) -> Workload:

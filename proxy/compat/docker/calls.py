@@ -11,7 +11,7 @@ from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local
 from proxy.execution.errors import StateLostError
-from proxy.http.answer_cache import Answers
+from proxy.http.answer_cache import Answers, PreparedAnswer
 from proxy.refusals import RefusalError
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.rollout import Rollout
@@ -29,14 +29,18 @@ class ContainerCalls:
         self._context, self._answers = context, answers
         self.at_loss: list[NoteLoss] = []
 
-    def known(self, rollout: Rollout, call: ToolCall) -> tuple[Record, bytes] | None:
-        """Return a command's record and result, and take the step; None if the tree does not know it."""
+    def known(self, rollout: Rollout, call: ToolCall) -> tuple[Record, PreparedAnswer] | None:
+        """Return a command's record and answer, and take the step; None if the tree does not know it."""
         record = self._context.step.known(rollout, call_key(call))
-        return None if record is None else (record, self._answers.of(record).body)
+        return None if record is None else (record, self._answers.of(record))
 
     async def run(self, rollout: Rollout, call: ToolCall, listener: OutputListener | None = None) -> bytes:
-        """Return a command's result. The listener receives the output while it runs; on a hit it receives nothing."""
-        return self._answers.of(await self._record(rollout, call, call_key(call), listener)).body
+        """Return a command's result; see `answer`."""
+        return (await self.answer(rollout, call, listener)).body
+
+    async def answer(self, rollout: Rollout, call: ToolCall, listener: OutputListener | None = None) -> PreparedAnswer:
+        """Return a command's answer. The listener receives the output while it runs; on a hit it receives nothing."""
+        return self._answers.of(await self._record(rollout, call, call_key(call), listener))
 
     def recorded(self, rollout: Rollout, call: ToolCall) -> bytes | None:
         """Return the result of a rollout's first call without taking a step; None if the root does not know it."""

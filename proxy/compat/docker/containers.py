@@ -12,6 +12,7 @@ from enum import Enum, StrEnum
 from typing import Any
 
 from proxy.compat.docker.requests import ContainerSpec, ExecSpec
+from sandboxes.listener import Headers
 from sandboxes.state_table import StateTable, next_state
 
 
@@ -110,13 +111,14 @@ class Exec:
     detach_keys: str = ""  # The client's key sequence, which is only shown back.
     state: ExecState = ExecState.CREATED
     exit_code: int | None = None  # None until it has exited, and for detached instances.
+    marks: Headers = ()  # The header with the marks of its call.
 
     @property
     def is_running(self) -> bool:
         """Whether the instance is in the state RUNNING."""
         return self.state is ExecState.RUNNING
 
-    def exit(self, code: int | None) -> None:
+    def exit(self, code: int | None, marks: Headers = ()) -> None:
         """Note how the instance ended; None leaves it running in the background."""
-        self.exit_code = code
+        self.exit_code, self.marks = code, marks
         self.state = ExecState.RUNNING if code is None else ExecState.EXITED

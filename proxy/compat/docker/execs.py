@@ -72,11 +72,11 @@ class ContainerExecs:
         known = self._calls.known(rollout, instance.spec.call())
         if known is None:
             return False
-        record, body = known
+        record, answer = known
         # `known` has taken the step, so from here on the instance must not run again.
-        instance.exit(ending(body).exit_code)
-        headers = (("cache-status", "forkpoint; hit"), ("x-forkpoint-node", f"n{record.target.id}"))
-        connection.answer(_client_output(instance, body), tty=instance.spec.tty, headers=headers)
+        instance.exit(ending(answer.body).exit_code, answer.marks)
+        headers = (("cache-status", "forkpoint; hit"), ("x-forkpoint-node", f"n{record.target.id}"), *answer.marks)
+        connection.answer(_client_output(instance, answer.body), tty=instance.spec.tty, headers=headers)
         return True
 
     async def start(self, instance: Exec, connection: StreamConnection) -> None:
@@ -103,7 +103,7 @@ class ContainerExecs:
                 # The client sends stdin once it has the head.
                 open_stream()
             stdin = await connection.input(self._max_stdin_bytes) if spec.stdin else b""
-            body = await self._calls.run(rollout, spec.call(stdin), listener)
+            answer = await self._calls.answer(rollout, spec.call(stdin), listener)
         # Cancellation too: clients ask for the exit code of an instance whose stream broke.
         except BaseException:
             instance.exit(FAILED_EXIT_CODE)
@@ -111,11 +111,11 @@ class ContainerExecs:
         finally:
             opening.cancel()
             activity.running.discard(listener)
-        instance.exit(ending(body).exit_code)
+        instance.exit(ending(answer.body).exit_code, answer.marks)
         open_stream()
         # A hit runs nothing, so the listener received nothing: send the recorded output.
         if not sink.has_output:
-            await connection.send(_client_output(instance, body))
+            await connection.send(_client_output(instance, answer.body))
 
     def fail(self, instance: Exec) -> None:
         """Note that an instance was not run, unless it has an exit code."""

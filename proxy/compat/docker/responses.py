@@ -216,12 +216,13 @@ def exec_details(instance: Exec) -> Local:
     """Return the description of an exec instance."""
     spec = instance.spec
     process = {"tty": spec.tty, "entrypoint": spec.argv[0], "arguments": list(spec.argv[1:]), "privileged": False}
-    return json_response({
+    view = {
         "ID": instance.id, "Running": instance.is_running, "ExitCode": instance.exit_code, "ProcessConfig": process,
         "OpenStdin": spec.stdin, "OpenStdout": 1 in spec.streams, "OpenStderr": 2 in spec.streams,
         "CanRemove": False, "ContainerID": instance.container.id, "DetachKeys": instance.detach_keys,
         "Pid": 1 if instance.is_running else 0,
-    })  # fmt: skip
+    }  # fmt: skip
+    return json_response(view, headers=instance.marks)
 
 
 def tail(body: bytes, count: str) -> bytes:

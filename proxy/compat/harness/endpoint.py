@@ -1,6 +1,6 @@
 """The harness endpoint: `POST /t/{task}/r/{rollout}/harness` runs a rollout to its end and tells each turn."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.run import Run, entrance, harness_nodes
-from proxy.compat.harness.turns import ENDPOINT, ModelResponse
+from proxy.compat.harness.turns import ENDPOINT, ModelResponse, response_of
 from proxy.dialects.base import checked_arguments, json_object
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
@@ -45,7 +45,7 @@ class HarnessEndpoint:
 
     def __init__(self, context: EndpointContext) -> None:
         self._context, self._count = context, context.count
-        self._running: set[int] = set()
+        self._running: dict[tuple[str, str], Run] = {}
 
     async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Run a rollout's harness, with an event for each turn as a line of JSON. Raises RefusalError if it cannot."""
@@ -54,14 +54,16 @@ class HarnessEndpoint:
         grant.require_rollout(address.rollout, request.parent or "")
         if not address.rollout:
             raise RefusalError(400, "no-rollout", "name the rollout in the URL: /t/{task}/r/{rollout}/harness.")
+        name = (address.task, address.rollout)
+        if (earlier := self._running.get(name)) is not None:
+            await earlier.ended_if_cut()
         task, tree, node, recorded = await self._place(address.task, address.rollout, request)
         # What is refused has begun no rollout. Nothing awaits from here to the begin: the place stays free.
         self._check(request, task.name, tree.spec)
         labels = labels_of(scope, scope["headers"])
-        running = task.rollouts.get(address.rollout) if request.parent is None else None
         rollouts = self._context.tasks.rollouts
-        rollout = running or rollouts.begin(task, address.rollout, tree, node, labels=labels)
-        if rollout.id in self._running:
+        rollout = task.rollouts.get(address.rollout) or rollouts.begin(task, address.rollout, tree, node, labels=labels)
+        if name in self._running:
             raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
         begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
         run = Run(self._context, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
@@ -76,11 +78,11 @@ class HarnessEndpoint:
                 problem = failed_call(scope, error, self._count)
                 await send(orjson.dumps({"error": orjson.loads(problem.body())}) + b"\n")
 
-        self._running.add(rollout.id)
+        self._running[name] = run
         try:
             await exchange.stream((("content-type", "application/x-ndjson"),), content)
         finally:
-            self._running.discard(rollout.id)
+            del self._running[name]
 
     async def refuse(self, scope: Mapping[str, Any], address: Address, problem: Problem, exchange: Exchange) -> None:  # noqa: ARG002 - every client reads the same form
         """Answer a request with a problem that was noticed before the request was read."""
@@ -100,7 +102,7 @@ class HarnessEndpoint:
     ) -> tuple[Task, Tree, Node, list[ModelResponse]]:
         """Return where the request begins a rollout of this name, and the responses that lead to the turn it names.
 
-        Without a parent, a rollout of this name that runs goes on.
+        A rollout of this name that runs goes on. With a parent, it must have begun as that one.
         """
         tasks = self._context.tasks
         task = await tasks.open(task_name)
@@ -108,17 +110,27 @@ class HarnessEndpoint:
             task = task if name in task.rollouts else await tasks.current(task)
             tree = (task.rollouts.get(name) or task).tree
             return task, tree, tree.root, []
-        if name in task.rollouts:
-            raise RefusalError(
-                409, "rollout-exists", f"rollout {name!r} is running. Leave `parent` out to go on with it."
-            )
         tree, node = self._position(task_name, request.parent)
         nodes = await harness_nodes(self._context, node)
         turn = len(nodes) - 1 if request.turn is None else request.turn
         if not 0 <= turn < len(nodes):
             raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
+        if (running := task.rollouts.get(name)) is not None:
+            made = await harness_nodes(self._context, running.node)
+            return task, running.tree, running.node, self._rest(name, made, nodes[: turn + 1])
         begin, responses = entrance(self._context, nodes, turn)
         return task, tree, begin or tree.root, responses
+
+    def _rest(self, name: str, made: Sequence[Node], shared: Sequence[Node]) -> list[ModelResponse]:
+        """Return what the model is still to say in a run that was cut off, so that it comes to its parent's turn."""
+        call_of = self._context.store.records.call
+        calls = [[call_of(node.origin) for node in nodes if node.origin is not None] for nodes in (made, shared)]
+        if any(one.arguments.get("said") != other.arguments.get("said") for one, other in zip(*calls, strict=False)):
+            raise RefusalError(
+                409, "rollout-exists", f"rollout {name!r} is running and began otherwise. Choose another name."
+            )
+        responses = map(response_of, calls[1][len(made) :])
+        return [response for response in responses if response is not None]
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
         """Return where a rollout is, or was when it ended."""

@@ -87,6 +87,13 @@ class Run:
         self._context, self._rollout, self._model, self._begin = context, rollout, model, begin
         self._recorded = deque(recorded)
         self._path = Path()
+        self._is_cut = False
+        self._ended = asyncio.Event()
+
+    async def ended_if_cut(self) -> None:
+        """Wait until the turn of a run that was cut off is done and its state is kept. Others are not waited for."""
+        if self._is_cut:
+            await self._ended.wait()
 
     async def events(self) -> AsyncGenerator[dict[str, Any], None]:
         """Yield an event for each turn, and one for the end. Errors are those of a call, and RefusalError (502)."""
@@ -94,6 +101,7 @@ class Run:
         self._path = await path_to(self._context, node)
         # A run that was cut off may have left the state of its last turn in a sandbox alone.
         keeping = start(self._keep(node)) if self._path.turns >= 0 and self._is_kept(node) else None
+        turn: asyncio.Task[Answer] | None = None
         try:
             while self._path.exit is None:
                 began = time.perf_counter()
@@ -105,18 +113,25 @@ class Run:
                     call, key = await asyncio.to_thread(turns.delivery, self._path, response)
                 model_s = time.perf_counter() - began
                 not_kept = "" if keeping is None else await keeping
-                answer = await self._context.step.run(self._rollout, call, key)
+                # A turn that was cut off goes on to its end.
+                turn = start(self._context.step.run(self._rollout, call, key))
+                answer = await asyncio.shield(turn)
                 if not self._is_of(answer, call):
                     # In a cluster, a request that another owner has begun to answer gets the steps from then first.
                     self._recorded.extendleft([] if response is None else [response])
                     continue
                 self._path.advance(call, self._context.answers.of(answer.record).body)
-                is_kept = answer.outcome is not Outcome.HIT and self._is_kept(answer.record.target)
-                keeping = start(self._keep(answer.record.target)) if is_kept else None
+                keeping = self._keeping(answer)
                 yield self._event(answer, model_s, not_kept)
+        except (asyncio.CancelledError, GeneratorExit):
+            self._is_cut = True
+            if turn is not None and not turn.done():
+                keeping = self._keeping(await turn)
+            raise
         finally:
             if keeping is not None:
                 await asyncio.shield(keeping)
+            self._ended.set()
         yield {"exit": self._path.exit["code"], "log": self._path.exit["log"], "turns": self._path.turns}
 
     async def _response(self) -> ModelResponse:
@@ -141,6 +156,11 @@ class Run:
             or (rule.startswith("every ") and turn % int(rule[6:]) == 0)
             for rule in harness.keep
         )
+
+    def _keeping(self, answer: Answer) -> asyncio.Task[str] | None:
+        """Begin to keep the state after a turn, if it is to be kept."""
+        is_kept = answer.outcome is not Outcome.HIT and self._is_kept(answer.record.target)
+        return start(self._keep(answer.record.target)) if is_kept else None
 
     async def _keep(self, node: Node) -> str:
         """Keep the state after a turn while the model works; return why it could not be kept, or nothing."""

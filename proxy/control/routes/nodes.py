@@ -11,7 +11,7 @@ from fastapi import APIRouter, Query
 from proxy.control.browsing import passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import ControlDep, PositionDep, RootQuery, TaskDep, tree_of
+from proxy.control.routes.params import ControlDep, OwnQuery, PositionDep, RootQuery, TaskDep, own_of, tree_of
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
 from proxy.control.views.resources import NodeName, node_name
@@ -35,11 +35,13 @@ async def get_tree(
     root: RootQuery = None,
     depth: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    own: OwnQuery = False,
 ) -> TreeView:
     """Show a tree (by default the current one) or the subtree of a node, parents first."""
     tree = tree_of(control, task, node or root)
     top = tree.root if node is None else tree.nodes[int(node[1:])]
-    return control.reader.tree(task, tree, top, depth=depth, limit=limit)
+    part = await own_of(control, task, tree) if own else None
+    return control.reader.tree(task, tree, top, depth=depth, limit=limit, own=part)
 
 
 @router.get("/tasks/{task}/nodes/{node}")

@@ -1,10 +1,12 @@
 """Parameters and dependencies that the routes share: names in paths, and the objects that they name."""
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body, Depends, Path, Query
 from starlette.requests import HTTPConnection
 
+from proxy.control.browsing import OwnPart, own_part, own_rows
 from proxy.control.parts import ControlPlane
 from proxy.control.views.resources import NodeName
 from proxy.http.access import ALL, GRANT, Grant
@@ -32,6 +34,9 @@ NewLabels = Annotated[
 LabelQuery = Annotated[
     list[str] | None,
     Query(max_length=MAX_LABELS, description="Only rollouts with this label, such as `run=r7`. It may be repeated."),
+]
+OwnQuery = Annotated[
+    bool, Query(description="Whether to show only what this task's rollouts did, in a tree that tasks share.")
 ]
 
 
@@ -89,6 +94,11 @@ PROBLEM: dict[str, Any] = {
         }
     },
 }
+
+
+async def own_of(control: ControlPlane, task: Task, tree: Tree) -> OwnPart:
+    """Return what a task's rollouts did in a tree that tasks share."""
+    return own_part(tree, await control.read(partial(own_rows, task=task.name, tree=tree.id)))
 
 
 def granted(request: HTTPConnection) -> Grant:

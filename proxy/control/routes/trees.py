@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from proxy.control.browsing import ChildrenView, SearchView, matching, passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TreeDep
+from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TreeDep, granted
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.nodes import PassedRollout
@@ -26,12 +26,14 @@ router = APIRouter()
 async def list_trees(
     control: ControlDep,
     task: TaskDep,
+    request: Request,
     wanted: Annotated[ListQuery, list_query("current", "created_at", "calls", "nodes", "rollouts", default="-current")],
 ) -> Page[TreeSummary]:
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
     read = partial(
         summaries, task=task.name, shared_owner=control.store.trees.shared_owner(task.name), current=task.tree.id,
-        default=control.settings.default_spec, templates=control.settings.e2b_templates, wanted=wanted,
+        default=control.settings.default_spec, templates=control.settings.e2b_templates, sees=granted(request).sees,
+        wanted=wanted,
     )  # fmt: skip
     return await control.read(read)
 

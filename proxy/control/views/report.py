@@ -109,6 +109,7 @@ class ReportView(BaseModel):
         rows: The groups; numbers are in their order, and texts in alphabetical order.
         arms: The same calls without a cache, with a stateless one, and with this one.
         calls: The calls whose executions took longest in sum, the slowest first, and why they ran; at most 20.
+        label_names: Names of the labels that the rollouts have, in alphabetical order; at most 100.
         damaged: Rollouts and calls that are left out of all figures, because rows of the store are damaged.
     """
 
@@ -121,4 +122,5 @@ class ReportView(BaseModel):
     truncated: bool
     arms: list[Arm]
     calls: list[SlowCall] = []
+    label_names: list[str] = []
     damaged: int = 0

@@ -33,6 +33,7 @@ class SnapshotView(BaseModel):
         uses: Number of restores so far.
         leases: Number of restores in progress.
         saved_s: Seconds that each use is expected to save.
+        risk_s: How many of these are no replay, but the mean price of the rollouts that a replay loses.
         expected_uses: Expected number of uses.
         value: Expected seconds saved per byte; snapshots with the least value are evicted first.
     """
@@ -48,6 +49,7 @@ class SnapshotView(BaseModel):
     uses: int
     leases: int
     saved_s: float
+    risk_s: float = 0.0
     expected_uses: float
     value: float
     why: str
@@ -130,6 +132,7 @@ class StatsView(CallTotalsView):
         warm_used: Warm forks that a rollout used.
         model_tokens_saved: Tokens that models of video tools would have counted again for hits and waits.
         errors: Failures of the infrastructure.
+        recovered: How many of these failed no call, because the proxy took another way.
         hits_refused: Calls that the tree knows and that were executed all the same, by reason: their records lead to
             states that nothing could bring back. `unfreezable`: the driver cannot keep the state; `not-kept`: nothing
             kept it in time.
@@ -160,6 +163,7 @@ class StatsView(CallTotalsView):
     warm_used: int
     model_tokens_saved: int
     errors: int
+    recovered: int = 0
     hits_refused: dict[str, int]
     failures: dict[str, int]
     refusals: dict[str, int]
@@ -223,6 +227,7 @@ def snapshot_view(snapshot: Snapshot, task: str, worth: Prospect | None) -> Snap
         uses=snapshot.uses,
         leases=snapshot.leases,
         saved_s=0.0 if worth is None else worth.saved_s,
+        risk_s=0.0 if worth is None else worth.risk_s,
         expected_uses=0.0 if worth is None else worth.uses,
         value=0.0 if worth is None else value(worth),
         why="its tree is not in memory; its value is computed before an eviction" if worth is None else why(worth),

@@ -9,6 +9,7 @@ from proxy.control.paging import Page
 from proxy.control.views.nodes import CallView, EffectName, ResourcesView
 from proxy.control.views.resources import CallTotalsView, node_name
 from proxy.times import UtcTime
+from proxy.tree.labels import typed
 from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from sandboxes.calls import Mark
@@ -63,6 +64,7 @@ class RolloutView(BaseModel):
         id: Number of the rollout, unique in this proxy.
         start: The node that it began at.
         calls: Number of its answered calls.
+        labels: Its labels: `step` and `epoch` as whole numbers, `reward` as a number, all others as texts.
         state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `finished`
             after its end.
         used_at: When it made its last call, or began; up to two seconds old.
@@ -82,7 +84,7 @@ class RolloutView(BaseModel):
     finished: bool
     state: RolloutState
     used_at: UtcTime
-    labels: dict[str, str] = {}
+    labels: dict[str, str | int | float] = {}
     lost: str = ""
     created_at: UtcTime
     base_url: str
@@ -156,7 +158,7 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None, *, us
         "finished": bool(row["finished"]),
         "state": _state(row, live, used_since),
         "used_at": row["used_at"],
-        "labels": json.loads(row["labels"]),
+        "labels": typed(json.loads(row["labels"])),
         "lost": "" if row["finished"] else row["lost"],
         "created_at": row["created_at"],
         "base_url": f"{base_url.rstrip('/')}/t/{row['task']}/r/{row['name']}",

@@ -105,12 +105,13 @@ def test_tree_shows_each_call_once_and_indents_branches() -> None:
         {"command": "make", "node": "n2", "record": 1},
         {"command": "cat log", "node": "n2", "record": 2, "stdout": "said"},
     ]
-    one = line("one", [*shared, {"command": "left", "node": "n3", "record": 3}], reward=0.5)
+    labels = {"labels": {"reward": 0.5}}
+    one = line("one", [*shared, {"command": "left", "node": "n3", "record": 3}], **labels)
     two = line("two", [*shared, {"command": "right", "node": "n4", "record": 4, "exit_code": 7}])
     page = "".join(tree_page("t", [one, two], limit=100))
     assert [page.count(f"<code>{name}</code>") for name in ("make", "cat log", "left", "right")] == [1, 1, 1, 1]
     assert page.count('<details class="d1"><summary><code>') == 2, "left and right"
-    assert ("2 miss" in page, "exit 7" in page, "▸ two" in page, "reward 0.5" in page) == (True,) * 4
+    assert ("2 miss" in page, "exit 7" in page, "▸ two" in page, "reward=0.5" in page) == (True,) * 4
     few = "".join(tree_page("t", [one, two], limit=3))
     assert ("<code>right</code>" in few, "first 3 recorded calls" in few) == (False, True)
 

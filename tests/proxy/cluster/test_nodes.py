@@ -78,7 +78,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         drained = subprocess.run(command, check=False, capture_output=True, text=True)
         assert drained.stdout == "Tasks handed over: 2. Tasks kept: 0. a accepts no more tasks.\n", drained
         assert history(call(a, "2", "z")) == "xyz"
-        assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": "1.0"}
+        assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": 1.0}
         rewarded = httpx.patch(f"{a.url}/api/v1/tasks/t/rollouts/3/labels", json={"reward": 0.5})
         assert rewarded.status_code == 200, rewarded.text
         # Both owners have calls of the same rollouts, which count once.

@@ -143,6 +143,20 @@ def test_command_compares_two_runs(proxy: Running, tmp_path: Path) -> None:
     assert [each["total"]["calls"] for each in json.loads(command(proxy, *runs, "--json"))] == [4, 3]
 
 
+def test_unknown_label_is_an_error_that_names_the_known_ones(proxy: Running) -> None:
+    environment = {"FORKPOINT_URL": str(proxy.client.base_url), "COLUMNS": "200"}
+    result = CliRunner().invoke(app, ["report", "--by", "nosuch"], env=environment)
+    assert result.exit_code == 2
+    assert all(name in result.output for name in ("run", "step", "task", "endpoint"))
+
+
+def test_names_have_bars_and_steps_a_line(proxy: Running) -> None:
+    names, steps = page([report(proxy, "by=run", "demo")]), page([report(proxy, "by=step&label=run=a", "demo")])
+    assert ("<polyline" in names, "<rect" in names) == (False, True)
+    assert ("<polyline" in steps, "<rect" in steps) == (True, False)
+    assert ">100</text>" in names
+
+
 def test_page_has_no_script_and_escapes_labels(proxy: Running) -> None:
     shown = page([report(proxy, "by=run"), report(proxy, "by=task")])
     assert "<script" not in shown

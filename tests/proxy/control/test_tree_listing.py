@@ -18,6 +18,7 @@ from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.compat.docker.test_endpoint import container, execution, start
 from tests.proxy.dialects.test_sql_endpoint import make
 from tests.proxy.serving import Running, serving
+from tests.sandboxes.memory_driver import MemoryDriver
 
 SPEC = {"driver": "memory"}
 
@@ -227,6 +228,47 @@ def test_tokens_do_not_see_earlier_shared_trees(tmp_path: Path) -> None:
         proxy.client.headers["authorization"] = "Bearer bobby-token-012345678"
         assert [tree["calls"] for tree in get(proxy, "bob-1/trees")["items"]] == [0]
         get(proxy, f"bob-1/nodes/{node}", 404)
+
+
+@pytest.mark.parametrize("driver", ["memory", "sqlite"])
+def test_tasks_with_equal_roots_share_a_tree_by_name(tmp_path: Path, driver: str) -> None:
+    """A shell task shares its tree if its spec says so. Each task can be shown alone."""
+    make(tmp_path / "db")
+    specs = {
+        "memory": {"driver": "memory", "share": "on"},
+        "sqlite": {"driver": "sqlite", "databases": {"main": {"source": str(tmp_path / "db")}}},
+    }
+    path = {"memory": "shell/exec", "sqlite": "sql/query"}[driver]
+    member, change, reads = {
+        "memory": ("command", "echo 1 > f", ["cat f", "ls"]),
+        "sqlite": ("sql", "DELETE FROM item", ["SELECT 1", "SELECT 2"]),
+    }[driver]
+    drivers: dict[str, Any] = {"memory": MemoryDriver(), "sqlite": SqliteDriver(tmp_path / "sqlite")}
+    with serving(tmp_path / "data", drivers=drivers) as proxy:
+        for task, read in zip(("a", "b"), reads, strict=True):
+            proxy.client.put(f"/api/v1/tasks/{task}", json=specs[driver]).raise_for_status()
+            for call in (read, change)[: 2 if task == "a" else 1]:
+                proxy.client.post(f"/t/{task}/r/1/{path}", json={member: call}).raise_for_status()
+        again = proxy.client.post(f"/t/b/r/2/{path}", json={member: reads[0]})
+        assert again.headers["cache-status"] == "forkpoint; hit"
+        (shown,) = get(proxy, "a/trees")["items"]
+        assert (shown["shared"], shown["shared_with"]) == (True, ["b"])
+
+        def sizes(task: str, query: str) -> list[int]:
+            nodes = get(proxy, f"{task}/tree{query}")["nodes"]
+            columns = get(proxy, f"{task}/columns{query}")
+            observed = [len(node["observations"]) for node in nodes]
+            assert columns["columns"]["seen"] == observed
+            assert columns["nodes"] == len(nodes)
+            assert len(get(proxy, f"{task}/nodes/{shown['root']}/observations{query}")["items"]) == observed[0]
+            return observed
+
+        assert sizes("a", "") == sizes("b", "") == [2, 0]
+        assert sizes("a", "?own=true") == [1, 0]
+        assert sizes("b", "?own=true") == [2]
+        environment = {"FORKPOINT_URL": str(proxy.client.base_url)}
+        assert "Shared with b" in CliRunner().invoke(app, ["tree", "a"], env=environment).output
+        assert change not in CliRunner().invoke(app, ["tree", "b", "--own"], env=environment).output
 
 
 def test_imported_tree_serves_rollouts_with_its_environment(

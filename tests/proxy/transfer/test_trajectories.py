@@ -70,10 +70,12 @@ def client(proxy: Running) -> Client:
 def test_line_has_messages_labels_and_timings(proxy: Running) -> None:
     first, second = read(proxy, "tasks/demo/trajectories")
     assert (first["task"], first["rollout"], first["complete"], first["finished"]) == ("demo", "r0", True, False)
-    assert (second["labels"]["run"], second["reward"]) == ("a", 0.5)
+    assert second["labels"] == {"run": "a", "step": 1, "reward": 0.5, "note": "x"}
+    assert second["reward"] == 0.5
     request, answer = first["messages"][2:]
     function = request["tool_calls"][0]["function"]
-    assert (function["name"], json.loads(function["arguments"])["command"]) == ("shell_exec", "cat f")
+    # Session and time limit are the tool's defaults, which no model wrote.
+    assert (function["name"], json.loads(function["arguments"])) == ("shell_exec", {"command": "cat f"})
     assert (answer["tool_call_id"], json.loads(answer["content"])["stdout"]) == (
         request["tool_calls"][0]["id"],
         "one\n",

@@ -33,6 +33,8 @@ def is_counted() -> bool:
         ("echo fine; exit 3", ()),
         ("sleep 30", ("timeout",)),
         ("mkdir /tmp/large; for i in 1 2 3 4; do head -c 5000000 /dev/zero > /tmp/large/$i; done; sleep 4", ("disk",)),
+        # A single file at the largest size that a file may have: SIGXFSZ ends its writer.
+        ("(ulimit -f 1; head -c 1000000 /dev/zero > /tmp/one)", ("disk",)),
         ("seq 1 9999", ("output",)),
         ("seq 1 9999; sleep 30", ("timeout", "output")),
     ],

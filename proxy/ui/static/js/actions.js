@@ -6,18 +6,22 @@ import { plural, seconds } from "./format.js";
 import { answer } from "./answer.js";
 import { menu } from "./menu.js";
 
+/** Drivers without a shell. */
+const SHELLLESS = new Set(["sqlite", "postgres", "video", "http", "client"]);
+
 /** Return the buttons of a node. */
 export function actions(task, detail, call, on, signal) {
   const path = `tasks/${names(task)}/nodes/${detail.id}`;
   const root = detail.parent === null;
+  const shellless = SHELLLESS.has(on.driver);
   const pinned = detail.flags.includes("pinned");
   const act = (text, title, run, kind = "") => h("button", { class: kind, title, data: { act: text.toLowerCase() }, on: { click: (event) => busy(event.currentTarget, run) } }, text);
   return h(
     "div",
     { class: "actions", role: "group", "aria-label": `Actions at ${detail.id}` },
     act("Fork", "Begin a rollout at this node", () => fork(task, detail), "primary"),
-    h("a", { class: "button", href: `#/t/${names(task)}/n/${detail.id}/terminal`, title: "Open a shell in a scratch fork of this state; the tree does not change" }, "Terminal"),
-    act("Try", "Run a call in a scratch fork; nothing is recorded", () => attempt(path, detail, signal)),
+    shellless ? null : h("a", { class: "button", href: `#/t/${names(task)}/n/${detail.id}/terminal`, title: "Open a shell in a scratch fork of this state; the tree does not change" }, "Terminal"),
+    shellless ? null : act("Try", "Run a call in a scratch fork; nothing is recorded", () => attempt(path, detail, signal)),
     menu("More", [
       act(pinned ? "Unpin" : "Pin", "Never evict this state's snapshot", async () => {
         await send("POST", `${path}/pin`, { pinned: !pinned });

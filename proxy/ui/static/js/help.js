@@ -1,4 +1,4 @@
-// The list of keyboard shortcuts.
+// The list of keyboard shortcuts, with links to the manual and to the REST API.
 
 import { h } from "./dom.js";
 
@@ -31,6 +31,7 @@ export function help() {
       { method: "dialog" },
       h("h2", {}, "Keys"),
       h("dl", { class: "keys" }, KEYS.map(([keys, what]) => [h("dt", {}, keys.map((key) => [h("kbd", {}, key), " "])), h("dd", {}, what)])),
+      h("p", {}, "More: ", h("a", { href: "../manual/" }, "the manual"), ", ", h("a", { href: "../docs" }, "the REST API"), "."),
       h("div", { class: "row" }, close),
     ),
   );

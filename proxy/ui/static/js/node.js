@@ -20,21 +20,21 @@ export async function nodeView({ main, signal }, task, node) {
   await nodePanel(panel, task, node, signal, { gone: (parent) => (location.hash = `#/t/${names(task)}?root=${parent}`), whole: true });
 }
 
-/** Show a node in an element. on: `gone(parent)` after it was forgotten, `go(node)` to show another node. */
+/** Show a node in an element. on: `gone(parent)` after it was forgotten, `go(node)` to show another node, `own` for the reads of this task alone. */
 export async function nodePanel(element, task, node, signal, on) {
   const path = `tasks/${names(task)}`;
   const show = async () => {
-    const [detail, titles] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), items(`${path}/titles?nodes=${node.slice(1)}&root=${node}`, { signal })]);
+    const [detail, { spec }, titles] = await Promise.all([get(`${path}/nodes/${node}`, { signal }), get(path, { signal }), items(`${path}/titles?nodes=${node.slice(1)}&root=${node}`, { signal })]);
     const record = titles[0]?.record;
     const call = record === undefined ? null : await get(`${path}/nodes/${node}/calls/${record}`, { signal });
-    const reads = detail.observations.length ? await items(`${path}/nodes/${node}/observations`, { signal, most: READS }) : [];
+    const reads = detail.observations.length ? await items(`${path}/nodes/${node}/observations${on.own ? "?own=true" : ""}`, { signal, most: READS }) : [];
     if (signal.aborted) return;
     put(
       element,
-      head(task, detail, call, { ...on, again: show }, signal),
+      head(task, detail, call, { ...on, again: show, driver: spec.driver }, signal),
       call ? answerPart(task, node, call, signal) : null,
       detail.parent ? changesPart(task, detail, signal) : null,
-      reads.length ? readsPart(task, node, reads, detail.observations.length, signal) : null,
+      reads.length ? readsPart(task, node, reads, on.own ? reads.length : detail.observations.length, signal) : null,
       statePart(task, detail),
       filesPart(task, node, signal),
       outsidePart(task, node, signal),
@@ -167,7 +167,7 @@ function statePart(task, detail) {
   else rows.push(["State", kept ? `kept: ${kept.why}` : detail.unfreezable ? `not kept: ${detail.unfreezable}` : "not kept: replay rebuilds it"]);
   if (kept) {
     rows.push(["Snapshot", `${kept.kind}, ${bytes(kept.size_bytes)}, taken in ${seconds(kept.cost_s)}${kept.restore_s ? `, restored in ${seconds(kept.restore_s)}` : ""}`]);
-    rows.push(["Used", `${plural(kept.uses, "time")}; about ${kept.expected_uses.toPrecision(2)} more expected, each saves ${seconds(kept.saved_s)}`]);
+    rows.push(["Used", `${plural(kept.uses, "time")}; about ${kept.expected_uses.toPrecision(2)} more expected. Each saves ${seconds(kept.saved_s - kept.risk_s)} of replay${kept.risk_s >= 1 ? `, and ${seconds(kept.risk_s)} that a lost rollout costs on average` : ""}`]);
   }
   if (detail.recorded_at) rows.push(["Recorded", moment(detail.recorded_at)]);
   return h("section", { class: "part" }, h("h2", {}, "State"), h("dl", { class: "kv" }, rows.map(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])));

@@ -121,10 +121,10 @@ function showFigures(figures, s, totals) {
   budget(figures.get("checkpoints"), null, s.checkpoint_bytes, s.checkpoint_budget_bytes);
   const changes = s.root_changes ? `${s.root_changes} changes of a base: new rollouts begin new trees` : "replays that met another state";
   show("diverged", short(s.divergences), changes);
-  if (s.divergences + s.root_changes + failures > 0) for (const name of ["diverged", "failed"]) figures.get(name).note(name === "failed" && failures ? Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") : "what was warned of", "#/system");
-  show("failed", short(failures), Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") || "failures of the machine");
+  if (s.divergences + s.root_changes + failures > 0) for (const name of ["diverged", "failed"]) figures.get(name).note(name === "failed" && failures ? `${s.recovered ? `${short(s.recovered)} more recovered: ` : ""}${Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ")}` : "what was warned of", "#/system");
+  show("failed", short(failures - s.recovered), Object.entries(s.failures).map(([kind, n]) => `${n} ${kind}`).join(", ") || "failures of the machine");
   figures.get("diverged").element.classList.toggle("bad", s.divergences + s.root_changes > 0);
-  figures.get("failed").element.classList.toggle("bad", failures > 0);
+  figures.get("failed").element.classList.toggle("bad", failures > s.recovered);
 }
 
 /** Show what is summed over all that is stored, not since the start. */
@@ -133,7 +133,7 @@ function showSums(figures, report, audits) {
   const worst = audits.reduce((most, found) => (found.checked && (!most || found.high > most.high) ? found : most), null);
   figures.get("p95").show(seconds(total.paid_p95_s), `${seconds(total.p95_s)} without the cache`);
   figures.get("wrong").show(worst ? `≤${bound(worst.high)}` : "–", worst ? `${worst.differing} of ${count(worst.checked)} checked, 95 %` : "no audit yet");
-  figures.get("saved").note(`${total.saved_cost.toFixed(2)} at ${price()} an hour, in all`, "#/runs");
+  figures.get("saved").note(`worth ${total.saved_cost.toFixed(2)} at a price of ${price()} an hour`, "#/runs");
 }
 
 const bound = (x) => (x > 0 && x < 0.001 ? `${(x * 100).toPrecision(2)} %` : percent(x));

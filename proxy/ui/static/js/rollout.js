@@ -90,7 +90,7 @@ function drawHead(head, task, shown, steps) {
   if (head.contains(document.activeElement)) return;
   put(
     head,
-    h("header", {}, h("h1", { class: "mono" }, shown.rollout), h("span", { class: shown.finished ? "chip" : "chip live" }, shown.finished ? "finished" : "running"), h("span", { class: "note" }, "at ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${shown.node}` }, shown.node), `, began ${ago(shown.created_at)}`), h("span", { class: "gap" }), h("form", { class: "split", on: { submit: go } }, other, h("button", {}, "Compare"))),
+    h("header", {}, h("h1", { class: "mono" }, shown.rollout), h("span", { class: shown.state === "running" ? "chip live" : "chip" }, shown.state), h("span", { class: "note" }, "at ", h("a", { class: "mono", href: `#/t/${names(task)}?node=${shown.node}` }, shown.node), `, began ${ago(shown.created_at)}`), h("span", { class: "gap" }), h("form", { class: "split", on: { submit: go } }, other, h("button", {}, "Compare"))),
     h("dl", { class: "figures" }, figures.map(([name, text]) => h("div", { class: "figure" }, h("dt", {}, name), h("dd", {}, h("div", { class: "value" }, text))))),
   );
 }

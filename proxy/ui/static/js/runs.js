@@ -6,7 +6,7 @@ import { grid, h, panel, put, say, showPanels, thead } from "./dom.js";
 import { count, oneLine, percent, seconds, visible } from "./format.js";
 import { watch } from "./live.js";
 
-const BY = ["run", "step", "group", "task", "endpoint"];
+const BY = ["run", "task", "endpoint"];
 const PRICE = "forkpoint-price";
 const COLUMNS = ["Rollouts", "Calls", "Hit rate", "Executed", "Saved", "Saved, money", "p95 of tools", "p95 with the cache", "Reward"];
 
@@ -19,13 +19,16 @@ export async function runsView({ main, params, signal, setParams }) {
   const note = h("span", { class: "note" });
   const head = h("tr");
   const by = h("select", { on: { change: () => { setParams({ by: by.value === "run" ? null : by.value }); look(); } } }, BY.map((name) => h("option", { value: name }, name)));
-  by.value = BY.includes(params.get("by")) ? params.get("by") : "run";
+  const offer = (name) => [...by.options].some((each) => each.value === name) || by.append(h("option", { value: name }, name));
+  offer(params.get("by") ?? "run");
+  by.value = params.get("by") ?? "run";
   const price = h("input", { type: "text", inputmode: "decimal", size: "6", value: localStorage.getItem(PRICE) ?? "1", "aria-label": "Price of an hour of tool time", on: { change: () => { localStorage.setItem(PRICE, price.value); look(); } } });
   const look = async () => {
     const view = await get(`report?by=${by.value}&price=${Math.max(0, Number(price.value) || 0)}`, { signal });
     // Few tasks ask models, so most reports have no tokens.
     const tokens = view.total.executed_tokens + view.total.saved_tokens > 0;
     const columns = tokens ? [...COLUMNS, "Tokens of models", "Tokens saved"] : COLUMNS;
+    view.label_names.forEach(offer);
     put(head, h("th", { scope: "col" }, by.value[0].toUpperCase() + by.value.slice(1)), columns.map((text) => h("th", { scope: "col", class: "num" }, text)));
     put(body, view.rows.map((row) => rowOf(row, by.value, tokens)));
     put(total, rowOf({ ...view.total, group: "all" }, "", tokens));

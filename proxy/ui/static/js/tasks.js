@@ -128,6 +128,8 @@ function taskRow({ task: name, family }, openFamily) {
   const act = () => (family ? openFamily(name) : (location.hash = href));
   const row = h("tr", { class: "go", data: { task: name }, on: { click: (event) => { if (!event.target.closest("a, button")) act(); } } }, cells);
   put(cells[0], family ? [h("button", { class: "call mono", on: { click: act } }, `${name}…`), h("span", { class: "chip" }, `${family} tasks`)] : h("a", { href, class: "mono" }, name));
+  const rollouts = family ? cells[2] : h("a", { href: `${href}/rollouts`, title: `Rollouts of ${name}` });
+  if (!family) put(cells[2], rollouts);
   const bar = h("span");
   const share = h("span");
   put(cells[4], h("span", { class: "rate" }, h("span", { class: "track", "aria-hidden": "true" }, bar), share));
@@ -137,7 +139,7 @@ function taskRow({ task: name, family }, openFamily) {
       if (calls !== null && calls !== t.calls) flash(row);
       calls = t.calls;
       say(cells[1], t.running ? count(t.running) : "–");
-      say(cells[2], count(t.rollouts));
+      say(rollouts, count(t.rollouts));
       say(cells[3], count(t.calls));
       bar.style.width = `${rate(t) * 100}%`;
       say(share, t.calls ? percent(rate(t)) : "–");

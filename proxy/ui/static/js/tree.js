@@ -24,6 +24,8 @@ import { Ways } from "./tree/ways.js";
 import { TreeChoice, Which } from "./trees.js";
 
 const TREES_MS = 5000;
+/** Reads for each node from which a tree counts as read-heavy. */
+const MOSTLY = 4;
 
 export async function treeView(context, task) {
   const view = new TreeView(context, task);
@@ -31,9 +33,7 @@ export async function treeView(context, task) {
   return view;
 }
 
-/** The map, or on a narrow window, where the map has no room for calls, the table. */
-const usualMode = () => (window.innerWidth < 640 ? "table" : "map");
-const modeOf = (params) => ({ table: "table", map: "map" })[params.get("view")] ?? usualMode();
+const NARROW = 640;
 
 class TreeView {
   constructor({ main, params, signal, setParams }, task) {
@@ -41,6 +41,8 @@ class TreeView {
     this.path = `tasks/${names(task)}`;
     this.model = new Model();
     this.params = params;
+    /** How the tree is shown without a choice. On a narrow window, the map has no room for calls. */
+    this.usual = window.innerWidth < NARROW ? "table" : "map";
     this.focused = 0;
     this.which = new Which(task, params, signal);
     this.loading = new Loading(this.path, this.model, this.which, signal);
@@ -56,6 +58,7 @@ class TreeView {
     performance.mark("tree-open");
     this._frame();
     await this._load(this.which.first(this.params), true);
+    this._reads();
     this._choose(this.params.get("node"), true);
     performance.mark("tree-ready");
     this.main.dataset.ready = "1";
@@ -67,16 +70,28 @@ class TreeView {
     watch(() => this._news(), this.signal);
   }
 
+  /** Show a tree whose calls are mostly reads as a table, and if all of them are, the reads: its map would be empty. */
+  _reads() {
+    const reads = this.model.seen.subarray(0, this.model.size).reduce((sum, count) => sum + count, 0);
+    if (reads < MOSTLY * this.model.size) return;
+    this.usual = "table";
+    this._mode(this._modeOf(this.params));
+    const free = window.innerWidth >= NARROW && !this.params.get("node") && !this.params.get("lanes");
+    if (free && this.model.size === 1) this.params.set("node", `n${this.model.id[0]}`);
+  }
+
   /** React to a change of the address's query: another node, tree or mode. */
   async update(params) {
     this.params = params;
-    this._mode(modeOf(params));
+    this._mode(this._modeOf(params));
     const node = params.get("node");
     const root = params.get("root") ?? this.which.usual;
     const elsewhere = node ? !this.model.index.has(Number(node.slice(1))) : root !== this.which.root;
     if (elsewhere) await this._show(node ?? root).catch(() => {});
     this.which.fixed = Boolean(node ?? params.get("root"));
-    this._choose(node, false);
+    if (params.has("own") !== this.which.own) await this._own(params.has("own"));
+    if (params.get("lanes")) this._lanes(true);
+    else this._choose(node, false);
   }
 
   /** Show the tree that has a node. */
@@ -104,7 +119,7 @@ class TreeView {
     this.colours.by = params.get("colour") ?? "hits";
     this.toolbar = new Toolbar(this, this.finder.element, this.choice.element, {
       mode: (mode) => this.switchTo(mode), size: (size) => { this.map.size = size; this.map.changed(); }, colour: (by) => this._colour(by),
-      fold: () => this._fold(), follow: () => (this.following = !this.following), lanes: (on) => this._lanes(on),
+      fold: () => this._fold(), follow: () => (this.following = !this.following), lanes: (on) => this._lanes(on), own: (on) => this._own(on),
     });
     put(this.main, h("h1", { class: "sr" }, `Tree of ${this.task}`), this.toolbar.element, h("div", { class: "field-row" }, this.stage, this.side.element));
     this.map = new TreeMap(
@@ -119,7 +134,7 @@ class TreeView {
     this.stage.append(this._zoom(), this.legend.element, this.tip, this.table.grid);
     document.addEventListener("theme", () => this._scale(), { signal });
     this._scale();
-    this._mode(modeOf(params));
+    this._mode(this._modeOf(params));
     window.addEventListener("keydown", (event) => anyKey(this, event), { signal });
   }
 
@@ -143,7 +158,7 @@ class TreeView {
   /** Load the ways of the rollouts, and offer their labels as colours. */
   async _loadWays(force = false) {
     try {
-      if (!(await this.ways.load(this.which.root, force))) return;
+      if (!(await this.ways.load(this.which, force))) return;
     } catch {
       return;
     }
@@ -162,6 +177,15 @@ class TreeView {
     this._choose(null, false);
     this._open("lanes");
     this._drawLanes();
+    this._loadWays(true);
+  }
+
+  /** Show only what this task did in a tree that tasks share, or all. */
+  async _own(on) {
+    this.setParams({ own: on ? "1" : null });
+    this.toolbar.own.setAttribute("aria-pressed", String(on));
+    this.which.own = on;
+    await this._again();
     this._loadWays(true);
   }
 
@@ -191,6 +215,10 @@ class TreeView {
     return h("div", { class: "zoom" }, button("+", "Zoom in", () => this.map.zoom(1.5)), button("−", "Zoom out", () => this.map.zoom(1 / 1.5)), button(icon("fit"), "Show all", () => this.map.fit()));
   }
 
+  _modeOf(params) {
+    return { table: "table", map: "map" }[params.get("view")] ?? this.usual;
+  }
+
   _mode(mode) {
     this.mode = mode;
     this.toolbar.showMode(mode);
@@ -202,7 +230,7 @@ class TreeView {
   /** Show a mode that was asked for, and write it into the address. */
   switchTo(mode) {
     this._mode(mode);
-    this.setParams({ view: mode === usualMode() ? null : mode });
+    this.setParams({ view: mode === this.usual ? null : mode });
   }
 
   /** Load a tree, beginning with its first part. anew: reset position and zoom. */
@@ -238,6 +266,7 @@ class TreeView {
     const { trees, root, usual } = this.which;
     if (!trees) return;
     this.choice.show(trees, root);
+    this.toolbar.showSharers(this.which.shown?.shared_with ?? []);
     this.setParams({ root: root === usual ? null : root });
   }
 
@@ -366,7 +395,7 @@ class TreeView {
   }
 
   _panel(name) {
-    nodePanel(this._open("node"), this.task, name, this.panel.signal, { gone: () => { this.close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
+    nodePanel(this._open("node"), this.task, name, this.panel.signal, { own: this.which.own, gone: () => { this.close(); this._again(); }, go: (node) => this._go(Number(node.slice(1))) });
   }
 
   close() {

@@ -19,7 +19,7 @@ export function preferred([current, ...others]) {
 /** The tree that a view shows: the tree in the address, the chosen tree, or the default tree. */
 export class Which {
   constructor(task, params, signal) {
-    Object.assign(this, { task, signal, root: null, trees: null });
+    Object.assign(this, { task, signal, root: null, trees: null, own: params.has("own") });
     // A tree in the address is never replaced by the default tree.
     this.fixed = params.has("node") || params.has("root");
   }
@@ -27,7 +27,7 @@ export class Which {
   /** Load the next part of the tree: the nodes after a node. */
   part(after, node = this.root) {
     const which = node ? `&root=${encodeURIComponent(node)}` : "";
-    return get(`tasks/${names(this.task)}/columns?after=${after}&limit=${PAGE}${which}`, { signal: this.signal });
+    return get(`tasks/${names(this.task)}/columns?after=${after}&limit=${PAGE}${which}${this.own ? "&own=true" : ""}`, { signal: this.signal });
   }
 
   /** Load the first part of the tree in the address; ignores a node that was forgotten. */
@@ -51,6 +51,11 @@ export class Which {
   async list() {
     this.listed = performance.now();
     this.trees = await treesOf(this.task, this.signal);
+  }
+
+  /** Return the tree that is shown, as the list has it; undefined before it is known. */
+  get shown() {
+    return this.trees?.find((tree) => tree.root === this.root);
   }
 
   /** Return the root of the default tree. */

@@ -3,10 +3,12 @@
 import json
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pyarrow import parquet
 from typer.testing import CliRunner
 
 from examples.harness_tree import best_of, branching_grpo
@@ -156,6 +158,24 @@ def test_a_branch_of_a_branch_has_the_turns_of_that_branch(proxy: Running, model
     assert told(branch) == expected(secret, "", "two")
 
 
+@pytest.mark.parametrize("keep", [["all"], ["first"]])
+def test_a_branch_that_was_cut_off_goes_on(proxy: Running, model: ScriptedModel, keep: list[str]) -> None:
+    """Where no turn is kept, it is cut off on its way to the turn at which it leaves its parent."""
+    task = f"cut-{keep[0]}"
+    put(proxy, task, spec(keep=keep))
+    secret = told(ran(proxy, "a", model.url(), task))[0]
+    body = {"upstream": model.url("own", 2), "parent": "a", "turn": 2}
+    with proxy.client.stream("POST", f"/t/{task}/r/b/harness", json=body) as response:
+        next(response.iter_lines())
+    # Until the proxy has noticed.
+    while (again := proxy.client.post(f"/t/{task}/r/b/harness", json=body)).status_code == 409:
+        assert "runs already" in again.text
+    assert told([json.loads(line) for line in again.text.splitlines()]) == expected(secret, "", "", "own")
+    other = {**body, "parent": "b", "turn": 3}
+    ran(proxy, "c", model.url(), task)
+    assert proxy.client.post(f"/t/{task}/r/c/harness", json=other).status_code == 409
+
+
 def test_a_command_branches_and_the_tree_comes_out_as_a_line_for_each_turn(
     proxy: Running, model: ScriptedModel, tmp_path: Path
 ) -> None:
@@ -176,8 +196,12 @@ def test_a_command_branches_and_the_tree_comes_out_as_a_line_for_each_turn(
     )
 
     proxy.client.patch("/api/v1/tasks/lines/rollouts/b/labels", json={"reward": 1}).raise_for_status()
-    written = as_json(proxy, "trajectories", str(tmp_path / "turns"), "lines", "--turns")
-    lines = [json.loads(line) for line in (tmp_path / "turns").read_text().splitlines()]
+    written = as_json(proxy, "trajectories", str(tmp_path / "turns.jsonl"), "lines", "--turns")
+    lines = [json.loads(line) for line in (tmp_path / "turns.jsonl").read_text().splitlines()]
+    with Client(str(proxy.client.base_url)) as client:
+        assert [asdict(turn) for turn in client.turns("lines")] == lines
+        client.save_trajectories(tmp_path / "turns.parquet", "lines", turns=True)
+    assert parquet.read_table(tmp_path / "turns.parquet").to_pylist() == lines
     assert written["turns"] == len(lines) == TURNS + 1 + 2 * (TURNS - 1)
     above = {line["node"]: line for line in lines}
     leaf = [line for line in lines if line["rollout"] == "b"][-1]

@@ -50,7 +50,7 @@ function lane(task, way, common, on) {
   return h(
     "li",
     { class: "lane", data: { rollout: way.rollout }, on: { ...light(true), pointerleave: () => on.light(null), focusin: () => on.light(way), focusout: () => on.light(null) } },
-    h("a", { class: "mono", href: `#/t/${names(task)}/r/${names(way.rollout)}`, title: way.rollout }, way.rollout),
+    h("a", { class: "mono", href: `#/t/${names(way.task)}/r/${names(way.rollout)}`, title: way.rollout }, way.rollout),
     h("span", { class: "cells", role: "img", "aria-label": `${plural(way.outcomes.length, "call")}` }, cells, way.outcomes.length > CELLS ? "…" : null),
     h("span", { class: "num faint" }, reward === null ? "" : reward.toPrecision(2)),
   );

@@ -9,7 +9,7 @@ const pressed = (button, on) => button.setAttribute("aria-pressed", String(on));
 
 export class Toolbar {
   /**
-   * asked: what the controls call. `mode`, `size` and `colour` are given the choice, `lanes` whether to show them;
+   * asked: what the controls call. `mode`, `size` and `colour` are given the choice, `lanes` and `own` whether it is on;
    * `fold` and `follow` return whether they are on now.
    */
   constructor({ params, setParams }, search, trees, asked) {
@@ -19,12 +19,13 @@ export class Toolbar {
     this.colour = this._select("colour", "Colour", MEASURES, asked.colour);
     this.lanes = toggle("Rollouts", false, {}, (button) => asked.lanes(button.getAttribute("aria-pressed") !== "true"));
     const fold = toggle("Fold chains", true, { class: "fold" }, (button) => pressed(button, asked.fold()));
+    this.own = toggle("Only this task", params.has("own"), { hidden: true }, (button) => asked.own(button.getAttribute("aria-pressed") !== "true"));
     const follow = toggle("Follow", false, { class: "for-map", title: "Move to each new call" }, (button) => pressed(button, asked.follow()));
     this.counts = h("span", { class: "counts" });
     this.saving = h("span");
     this.element = h(
       "div", { class: "tools" }, search, h("div", { class: "group", role: "group", "aria-label": "View" }, this.modes),
-      this._select("size", "Size", Object.entries(SIZES), asked.size), this.colour, fold, follow, this.lanes, trees,
+      this._select("size", "Size", Object.entries(SIZES), asked.size), this.colour, fold, follow, this.lanes, trees, this.own,
       h("span", { class: "gap" }), this.counts, this.saving,
     );
   }
@@ -52,6 +53,13 @@ export class Toolbar {
 
   showLanes(on) {
     pressed(this.lanes, on);
+  }
+
+  /** Offer to show only what this task did, where other tasks share its tree. */
+  showSharers(tasks) {
+    this.own.hidden = tasks.length === 0;
+    this.own.title = `Shared with ${tasks.slice(0, 20).join(", ")}${tasks.length > 20 ? ` and ${tasks.length - 20} more` : ""}`;
+    say(this.own, `Only this task (shared with ${tasks.length})`);
   }
 
   /** Show which tree it is, so that Export saves this one. */

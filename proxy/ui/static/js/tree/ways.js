@@ -10,20 +10,21 @@ export class Ways {
     Object.assign(this, { path, signal, list: [], byName: new Map(), through: new Map(), loaded: -Infinity, truncated: false });
   }
 
-  /** Load the ways of a tree, unless they were loaded a moment ago. Returns whether they are new. */
-  async load(root, force = false) {
+  /** Load the ways of the tree that is shown, unless they were loaded a moment ago. Returns whether they are new. */
+  async load({ root, own, task }, force = false) {
     if (!force && this.root === root && performance.now() - this.loaded < STALE_MS) return false;
     this.loaded = performance.now();
     const view = await get(`${this.path}/ways?limit=${PAGE}&root=${root}`, { signal: this.signal });
     this.root = root;
     this.truncated = view.next !== null;
-    this.take(view.items);
+    this.take(view.items.filter((way) => !own || way.task === task), task);
     return true;
   }
 
-  take(list) {
+  take(list, task) {
     this.list = list;
-    this.byName = new Map(list.map((way) => [way.rollout, way]));
+    // Other tasks that share the tree may have rollouts of the same names.
+    this.byName = new Map(list.filter((way) => way.task === task).map((way) => [way.rollout, way]));
     this.through = new Map();
     for (const way of list) {
       for (const node of new Set([way.start, ...way.nodes])) {
