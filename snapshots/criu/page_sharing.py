@@ -112,7 +112,7 @@ def _parsed(data: bytes) -> tuple[bytes, tuple[Range, ...]]:
     return data[:first], tuple(Range(m[_ADDRESS], m.get(_COUNT) or m[_OLD_COUNT], m) for m in messages)
 
 
-class _Place(NamedTuple):
+class _Stretch(NamedTuple):
     """Where pages that follow each other lie: from `begin` to `end` in memory, and from `at` on in an open file."""
 
     begin: int
@@ -121,16 +121,16 @@ class _Place(NamedTuple):
     at: int
 
 
-def _places(folder: Path, name: str, stack: ExitStack) -> list[_Place]:
+def _places(folder: Path, name: str, stack: ExitStack) -> list[_Stretch]:
     """Return where the pages of a checkpoint lie, in the order of their addresses, those of its parent too."""
-    places: list[_Place] = []
+    places: list[_Stretch] = []
     if not (path := folder / name).exists():
         return places
     head, ranges = read(path)
     file, at, below = _opened(_pages_of(path, head), stack), 0, None
     for part in ranges:
         if part.flags & _PE_PRESENT:
-            places.append(_Place(part.address, part.end, file, at))
+            places.append(_Stretch(part.address, part.end, file, at))
             at += part.end - part.address
         elif part.flags & _PE_PARENT:
             below = _places(folder / PARENT, name, stack) if below is None else below
@@ -138,16 +138,16 @@ def _places(folder: Path, name: str, stack: ExitStack) -> list[_Place]:
     return places
 
 
-def _within(places: Sequence[_Place], begin: int, end: int) -> Iterator[_Place]:
+def _within(places: Sequence[_Stretch], begin: int, end: int) -> Iterator[_Stretch]:
     for place in islice(places, max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1), None):
         if place.begin >= end:
             return
         if place.end > begin:
             start = max(place.begin, begin)
-            yield _Place(start, min(place.end, end), place.file, place.at + start - place.begin)
+            yield _Stretch(start, min(place.end, end), place.file, place.at + start - place.begin)
 
 
-def _split(ranges: Iterable[Range], file: int, places: Sequence[_Place]) -> Iterator[Range]:
+def _split(ranges: Iterable[Range], file: int, places: Sequence[_Stretch]) -> Iterator[Range]:
     at = 0
     for part in ranges:
         same = [(part.address, part.address)]
@@ -166,7 +166,7 @@ def _split(ranges: Iterable[Range], file: int, places: Sequence[_Place]) -> Iter
         at += part.end - part.address
 
 
-def _equal(place: _Place, file: int, at: int) -> Iterator[tuple[int, int]]:
+def _equal(place: _Stretch, file: int, at: int) -> Iterator[tuple[int, int]]:
     """Yield the begins and ends of pages that are equal to those from `at` on in a file."""
     # Most of a long run is equal, and a loop over its pages takes ten times as long as a comparison of them all.
     for done in range(0, place.end - place.begin, _AT_ONCE):

@@ -1,5 +1,5 @@
 """Recorded workloads are sent through a proxy again, and their answers are compared: `forkpoint replay`.
 
 Process: the `forkpoint replay` command.
-May import: proxy.cli, sandboxes.
+May import: proxy, proxy.cli, proxy.tree, sandboxes.
 """

@@ -183,7 +183,8 @@ def test_a_command_branches_and_the_tree_comes_out_as_a_line_for_each_turn(
     secret = told(ran(proxy, "a", model.url(), "lines"))[0]
     words = ["branch", "lines", "a", "2", "b", "--upstream", model.url("own", 2), "--header", "x-api-key: outside"]
     # The proxy of this process logs its calls to the same stdout.
-    branch = json.loads("{" + typed(proxy, *words, "--json").rpartition("\n{\n")[2])
+    printed = "\n" + typed(proxy, *words, "--json")
+    branch = json.loads("{" + printed.rpartition("\n{\n")[2])
     assert documented("branch") <= set(branch)
     assert told([branch]) == expected(secret, "", "", "own")
     assert model.keys[-1] == "outside"
