@@ -305,7 +305,7 @@ class RolloutOperations:
         Args:
             upstream: The URL of this rollout's model, which precedes the paths of the agent's requests.
             headers: Headers of these requests in place of the agent's, such as the key.
-            command: The agent's command; None for the task's.
+            command: The agent's command; None for the task's. A rollout with a parent has its parent's, and its `env`.
             env: Variables beyond the task's. `{model}` stands for the URL at which the agent finds its model.
             parent: A rollout of the same task that this one begins as; None for the agent's start.
             turn: With a parent, how many responses of its model this rollout shares with it; None for all.

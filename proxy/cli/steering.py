@@ -50,18 +50,13 @@ def branch(
     header: Annotated[
         list[str] | None, typer.Option(help="Header for the model, such as 'x-api-key: KEY'. Repeatable.")
     ] = None,
-    command: Annotated[str | None, typer.Option(help="Command of the agent.", show_default="the task's")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="Variable of the agent: NAME=VALUE. Repeatable.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Run an agent inside its sandbox from a turn of another rollout. Exits with the agent's exit code.
 
     A run that was cut off goes on: send the same command again.
     """
-    body = {
-        "upstream": upstream, "headers": _pairs("--header", header, ":"), "command": command,
-        "env": _pairs("--env", env, "="), "parent": rollout, "turn": turn,
-    }  # fmt: skip
+    body = {"upstream": upstream, "headers": _headers(header), "parent": rollout, "turn": turn}
     end = dict[str, Any]()
     for attempt in range(_RUNS):
         # The proxy needs a moment to notice that the response was cut off.
@@ -94,12 +89,12 @@ def _run(proxy: ControlClient, task: str, name: str, body: Mapping[str, Any]) ->
     return end
 
 
-def _pairs(option: str, given: list[str] | None, separator: str) -> dict[str, str]:
-    """Return names and values. Raises typer.BadParameter for a text without the separator."""
-    pairs = [text.partition(separator) for text in given or []]
+def _headers(given: list[str] | None) -> dict[str, str]:
+    """Return names and values. Raises typer.BadParameter for a text without a colon."""
+    pairs = [text.partition(":") for text in given or []]
     if not all(name and sign for name, sign, _ in pairs):
-        raise typer.BadParameter(f"write NAME{separator}VALUE.", param_hint=option)
-    return {name.strip(): value.strip() if separator == ":" else value for name, _, value in pairs}
+        raise typer.BadParameter("write NAME:VALUE.", param_hint="--header")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def execute(

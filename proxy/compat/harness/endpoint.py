@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
-from proxy.compat.harness.run import Run, entrance, harness_nodes
+from proxy.compat.harness.run import Run, entrance, harness_nodes, start_of
 from proxy.compat.harness.turns import ENDPOINT, ModelResponse, response_of
 from proxy.dialects.base import checked_arguments, json_object
 from proxy.http.access import ALL, GRANT, Grant
@@ -57,7 +57,7 @@ class HarnessEndpoint:
         name = (address.task, address.rollout)
         if (earlier := self._running.get(name)) is not None:
             await earlier.ended_if_cut()
-        task, tree, node, recorded = await self._place(address.task, address.rollout, request)
+        task, tree, node, recorded, begin = await self._place(address.task, address.rollout, request)
         # What is refused has begun no rollout. Nothing awaits from here to the begin: the place stays free.
         self._check(request, task.name, tree.spec)
         labels = labels_of(scope, scope["headers"])
@@ -65,7 +65,6 @@ class HarnessEndpoint:
         rollout = task.rollouts.get(address.rollout) or rollouts.begin(task, address.rollout, tree, node, labels=labels)
         if name in self._running:
             raise RefusalError(409, "running", f"the harness of rollout {rollout.name!r} runs already.")
-        begin = request.model_dump(include={"command", "env"}, exclude_defaults=True)
         run = Run(self._context, rollout, Model(request.upstream.rstrip("/"), request.headers), begin, recorded)
 
         async def content(send: Any) -> None:
@@ -92,24 +91,27 @@ class HarnessEndpoint:
         """Raise RefusalError or ForbiddenSourceError if an environment runs no such harness."""
         if spec.harness is None:
             raise RefusalError(404, "no-harness", f"task {task!r} has no harness. PUT it with one in its spec.")
-        if not (request.command or spec.harness.command):
+        if request.parent is not None and (request.command or request.env):
+            raise RefusalError(422, "harness", "a branch has its parent's agent: leave `command` and `env` out.")
+        if request.parent is None and not (request.command or spec.harness.command):
             raise RefusalError(422, "harness", "the task's harness has no command: send one with the request.")
         if spec.confined:
             self._context.settings.source_rules.check_url(request.upstream)
 
     async def _place(
         self, task_name: str, name: str, request: HarnessRequest
-    ) -> tuple[Task, Tree, Node, list[ModelResponse]]:
-        """Return where the request begins a rollout of this name, and the responses that lead to the turn it names.
+    ) -> tuple[Task, Tree, Node, list[ModelResponse], Mapping[str, Any]]:
+        """Return where the request begins a rollout of this name, the responses that lead to its turn, and its start.
 
         A rollout of this name that runs goes on. With a parent, it must have begun as that one.
         """
         tasks = self._context.tasks
-        task = await tasks.open(task_name)
         if request.parent is None:
+            task = await tasks.open(task_name)
             task = task if name in task.rollouts else await tasks.current(task)
             tree = (task.rollouts.get(name) or task).tree
-            return task, tree, tree.root, []
+            return task, tree, tree.root, [], request.model_dump(include={"command", "env"}, exclude_defaults=True)
+        task = await tasks.find(task_name)
         tree, node = self._position(task_name, request.parent)
         nodes = await harness_nodes(self._context, node)
         turn = len(nodes) - 1 if request.turn is None else request.turn
@@ -117,9 +119,15 @@ class HarnessEndpoint:
             raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
         if (running := task.rollouts.get(name)) is not None:
             made = await harness_nodes(self._context, running.node)
-            return task, running.tree, running.node, self._rest(name, made, nodes[: turn + 1])
+            return (
+                task,
+                running.tree,
+                running.node,
+                self._rest(name, made, nodes[: turn + 1]),
+                start_of(self._context, nodes),
+            )
         begin, responses = entrance(self._context, nodes, turn)
-        return task, tree, begin or tree.root, responses
+        return task, tree, begin or tree.root, responses, start_of(self._context, nodes)
 
     def _rest(self, name: str, made: Sequence[Node], shared: Sequence[Node]) -> list[ModelResponse]:
         """Return what the model is still to say in a run that was cut off, so that it comes to its parent's turn."""

@@ -67,6 +67,12 @@ def entrance(context: EndpointContext, nodes: Sequence[Node], turn: int) -> tupl
     return (nodes[at] if at >= 0 else None), [response for response in responses if response is not None]
 
 
+def start_of(context: EndpointContext, nodes: Sequence[Node]) -> Mapping[str, Any]:
+    """Return what the start of the harness on a path has overridden: a branch that starts it once more does so too."""
+    call = context.store.records.call(_origin(nodes[0]))
+    return call.arguments if call.tool == "start" else {}
+
+
 def _origin(node: Node) -> Record:
     assert node.origin is not None, "a turn ends at no root"
     return node.origin

@@ -337,14 +337,30 @@ def test_a_request_that_is_refused_begins_no_rollout(proxy: Running, model: Scri
     put(proxy, "plain", EnvironmentSpec())
     put(proxy, "no-command", spec(command=""))
     put(proxy, "confined", spec().model_copy(update={"confined": True}))
-    ran(proxy, "a", model.url(), "no-command", command=f"{spec().harness.command}")  # type: ignore[union-attr]
     place = {"parent": "a", "turn": 0}
     for task, more, status in [
-        ("plain", {}, 404), ("no-command", {}, 422), ("no-command", place, 422), ("confined", {}, 403),
+        ("plain", {}, 404), ("no-command", {}, 422), ("no-command", place, 404), ("confined", {}, 403),
     ]:  # fmt: skip
         answer = proxy.client.post(f"/t/{task}/r/refused/harness", json={"upstream": model.url(), **more})
         assert answer.status_code == status, answer.text
         assert proxy.client.get(f"/api/v1/tasks/{task}/rollouts/refused").status_code == 404
+
+
+def test_a_branch_has_its_parents_agent(proxy: Running, model: ScriptedModel) -> None:
+    """Also one that begins at the root, because no turn was kept: it starts what its parent has started."""
+    for task, keep in (("kept", ["all"]), ("not-kept", [])):
+        put(proxy, task, spec(command="", keep=keep))
+        first = ran(proxy, "a", model.url(), task, command=f"{spec().harness.command}")  # type: ignore[union-attr]
+        place = {"parent": "a", "turn": 1}
+        # What is not kept may be started once more, with another secret.
+        assert len(told(ran(proxy, "b", model.url(), task, **place))) == len(told(first))
+        for more in ({"command": "exit 3"}, {"env": {"A": "b"}}):
+            body = {"upstream": model.url(), **place, **more}
+            assert proxy.client.post(f"/t/{task}/r/c/harness", json=body).status_code == 422
+        assert proxy.client.get(f"/api/v1/tasks/{task}/rollouts/c").status_code == 404
+    body = {"upstream": model.url(), "parent": "a"}
+    assert proxy.client.post("/t/mistyped/r/c/harness", json=body).status_code == 404
+    assert proxy.client.get("/api/v1/tasks/mistyped").status_code == 404
 
 
 def test_an_idle_server_can_stand_still_between_calls_of_any_task(proxy: Running) -> None:
