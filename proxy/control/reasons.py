@@ -20,7 +20,16 @@ from proxy.tree.keys import call_key
 from proxy.tree.tree import Node, Record, Tree, path
 
 Reason = Literal[
-    "hit", "joined", "new-call", "other-state", "not-kept", "private", "quarantined", "never-cached", "forgotten"
+    "hit",
+    "joined",
+    "new-call",
+    "other-state",
+    "state-changed",
+    "not-kept",
+    "private",
+    "quarantined",
+    "never-cached",
+    "forgotten",
 ]
 _SEEDS = "SOURCE_DATE_EPOCH, a seed or PYTHONDONTWRITEBYTECODE=1 in the task's `env` may help."
 MEANINGS: Mapping[Reason, tuple[str, str]] = {
@@ -31,6 +40,7 @@ MEANINGS: Mapping[Reason, tuple[str, str]] = {
         "Other rollouts had made this call, but in other states.",
         f"Compare the two states. Where only times, random names or byte code differ, {_SEEDS}",
     ),
+    "state-changed": ("The call was known in an earlier state of this rollout, which has changed since.", ""),
     "not-kept": (
         "The tree knew this call here, but no way back to the state that it leads to.",
         "The view of the node says why its state is not kept. A larger `snapshot_bytes` keeps more states.",
@@ -76,7 +86,7 @@ class WhyView(BaseModel):
         title: The call in one line; null if its record was forgotten since.
         remedy: What helps; empty if nothing does, or nothing need.
         node: The node at which the call was made; null if its record was forgotten since.
-        nearest: For `other-state`: the nearest of these states.
+        nearest: For `other-state` and `state-changed`: the nearest of these states.
     """
 
     turn: int
@@ -147,6 +157,8 @@ def _why(
         reason = _reason(control, tree, record, earlier, private=step.outcome == "bypass")
         if reason == "other-state":
             nearest = _nearest(tree, titles, record.source, earlier)
+            # The nearest state lies on the rollout's own path.
+            reason = "state-changed" if nearest.there is None else reason
     meaning, remedy = MEANINGS[reason]
     return WhyView(
         turn=step.turn,

@@ -37,7 +37,6 @@ def render_reasons(items: Sequence[Mapping[str, Any]], *, task: str, every: bool
 
 def _nearest(item: Mapping[str, Any], task: str) -> str:
     nearest = item["nearest"]
-    here = "" if nearest["here"] is None else f" here {nearest['here']!r},"
-    there = "nothing" if nearest["there"] is None else repr(nearest["there"])
-    differs = f"after {nearest['last_common']}:{here} there {there}"
-    return f"known at {nearest['node']}; {differs}; forkpoint diff {task} {nearest['node']} {item['node']}"
+    ways = ", ".join(f"{at} {nearest[at]!r}" for at in ("here", "there") if nearest[at] is not None)
+    known = f"known at {nearest['node']}; after {nearest['last_common']}: {ways}"
+    return f"{known}; forkpoint diff {task} {nearest['node']} {item['node']}"

@@ -35,6 +35,13 @@ def test_a_call_that_is_known_elsewhere_names_the_nearest_state(proxy: Running) 
     assert (third[0]["nearest"]["here"], third[0]["nearest"]["there"]) == (None, "echo a > f")
 
 
+def test_a_call_that_was_known_before_the_state_changed_is_told(proxy: Running) -> None:
+    for command in ("cat f", "echo a > f", "echo b > g", "cat f"):
+        proxy.exec("r", command, task="changed")
+    *_, last = why(proxy, "r", "changed")
+    assert (last["reason"], last["nearest"]["here"], last["nearest"]["there"]) == ("state-changed", "echo a > f", None)
+
+
 def test_a_state_without_a_way_back_is_told(tmp_path: Path) -> None:
     """Also after a restart, from the times alone."""
     with serving(tmp_path) as proxy:

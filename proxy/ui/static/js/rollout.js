@@ -118,7 +118,7 @@ function whyNot(task, { reason, meaning, remedy, node, nearest }) {
   const to = (text, where) => h("a", { href: `#/t/${names(task)}${where}` }, text);
   return [
     h("p", {}, h("span", { class: "chip" }, reason), ` ${meaning} ${remedy}`),
-    nearest && h("p", {}, "It was known at ", to(nearest.node, `?node=${nearest.node}`), `: after ${nearest.last_common}, ${nearest.here === null ? "" : `here ${nearest.here}, `}there ${nearest.there ?? "nothing"}. `, to("What differs", `/diff/${nearest.node}/${node}`)),
+    nearest && h("p", {}, "It was known at ", to(nearest.node, `?node=${nearest.node}`), `: after ${nearest.last_common}, ${[nearest.here && `here ${nearest.here}`, nearest.there && `there ${nearest.there}`].filter(Boolean).join(", ")}. `, to("What differs", `/diff/${nearest.node}/${node}`)),
   ];
 }
 
