@@ -13,6 +13,7 @@ from enum import Enum
 from proxy.tree.polling import agree
 from proxy.tree.rollout import is_moving
 from proxy.tree.tree import Node, Record, Tree
+from sandboxes.effects import Effect
 from sandboxes.spec import OUTSIDE_DRIVERS
 from snapshots.costs import Costs, SnapshotKind
 
@@ -99,8 +100,8 @@ def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> boo
     """Return whether a rollout that is answered from a record can go on from its target, whatever becomes of others.
 
     There must be a snapshot of the target, or a replay from a snapshot above it or from the root, each call of which is
-    proven. Beside live processes a proof is not needed where the driver could not save them, or the call left nothing
-    random (`tree.doubtful`): without checkpoints, no state behind a server could be shared otherwise. Live processes in
+    proven. Beside live processes a proof is not needed where the driver could not save them and the call left the shell
+    as it was, or left nothing random (`tree.doubtful`): no state behind a server could be shared otherwise. Live processes in
     the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. `stored` are
     the numbers of nodes whose states a store has that members of a cluster share.
     """
@@ -113,7 +114,9 @@ def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> boo
         origin = node.origin
         if origin is None:
             return not node.detached
-        unsaved = node.state is None and (node.unfreezable != "" or not origin.doubtful)
+        # Shell variables often differ from run to run: a loop that waits for a server leaves how often it has looked.
+        may_differ = origin.doubtful and (node.unfreezable == "" or bool(origin.effect & Effect.SESSION))
+        unsaved = node.state is None and not may_differ
         if not (origin.reproducible and (origin.proven or unsaved)):
             return False
         node = origin.source

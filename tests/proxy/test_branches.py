@@ -31,6 +31,9 @@ WALKS = {
         "mkdir s; echo page > s/page; cd s; python3 -m http.server -b 127.0.0.1 8000 > ../log 2>&1 & cd ..",
         "until curl -sf 127.0.0.1:8000/page; do sleep .05; done", "echo more > s/more; curl -s 127.0.0.1:8000/more",
     ],
+    "a loop that waits": [
+        "ls /", "sleep 1000 & for i in $(seq 999); do [ $RANDOM -lt 1000 ] && break; done", "echo 1 > a; cat a",
+    ],
     "random numbers": ["echo $RANDOM > a; cat a | wc -l", "X=$RANDOM", "head -c 9 /dev/urandom > b", "wc -c b"],
     "a database": [
         f"{SQL} 'pragma journal_mode=wal' 'create table t(x)'", f"{SQL} 'insert into t values(random())'; ls t.db",
