@@ -101,9 +101,9 @@ def has_way_back(record: Record, tree: Tree, stored: Container[int] = ()) -> boo
 
     There must be a snapshot of the target, or a replay from a snapshot above it or from the root, each call of which is
     proven. Beside live processes a proof is not needed where the driver could not save them and the call left the shell
-    as it was, or left nothing random (`tree.doubtful`): no state behind a server could be shared otherwise. Live processes in
-    the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere. `stored` are
-    the numbers of nodes whose states a store has that members of a cluster share.
+    as it was, or left nothing random (`tree.doubtful`): no state behind a server could be shared otherwise. Live
+    processes in the snapshot must be as old as those that the rollout would find alone. An observation leads nowhere.
+    `stored` are the numbers of nodes whose states a store has that members of a cluster share.
     """
     node = record.target
     if node is record.source or tree.spec.driver in OUTSIDE_DRIVERS:

@@ -34,12 +34,21 @@ _O_TMPFILE = 0o20000000
 _TIOCSTI = 0x5412
 """Puts a byte into the input of a terminal (tty_ioctl(4))."""
 
-_TCP = ((6, 9), (6, 13), (6, 18), (6, 23))
-"""TCP_DEFER_ACCEPT, TCP_CONGESTION, TCP_USER_TIMEOUT and TCP_FASTOPEN, by level and number."""
-_ANY = ((1, 29), (1, 35), (0, 11), (41, 25))
-"""SO_TIMESTAMP, SO_TIMESTAMPNS, IP_RECVERR and IPV6_RECVERR."""
-_DATAGRAMS = ((0, 33), (0, 34), (41, 18), (41, 19))
-"""IP_MULTICAST_TTL and IP_MULTICAST_LOOP, and their forms in IPv6."""
+_TCP = ((6, 9), (6, 13), (6, 18), (6, 23), (6, 7), (6, 8), (6, 16), (6, 25), (6, 36), (6, 37))
+"""TCP_DEFER_ACCEPT, TCP_CONGESTION, TCP_USER_TIMEOUT, TCP_FASTOPEN, TCP_SYNCNT, TCP_LINGER2, TCP_THIN_LINEAR_TIMEOUTS,
+TCP_NOTSENT_LOWAT, TCP_INQ and TCP_TX_DELAY, by level and number."""
+_LISTENING = ((6, 2), (6, 10))
+"""TCP_MAXSEG and TCP_WINDOW_CLAMP. Of a connection, they show what was agreed on."""
+_ANY = (
+    (1, 29), (1, 35), (0, 11), (41, 25), (1, 37), (1, 40), (1, 42), (1, 43), (1, 47), (0, 10), (0, 12), (0, 13),
+    (0, 24), (0, 51),
+)  # fmt: skip
+"""SO_TIMESTAMP, SO_TIMESTAMPNS, IP_RECVERR, IPV6_RECVERR, SO_TIMESTAMPING, SO_RXQ_OVFL, SO_PEEK_OFF, SO_NOFCS,
+SO_MAX_PACING_RATE, IP_MTU_DISCOVER, IP_RECVTTL, IP_RECVTOS, IP_BIND_ADDRESS_NO_PORT and IP_LOCAL_PORT_RANGE."""
+_DATAGRAMS = ((0, 33), (0, 34), (41, 18), (41, 19), (0, 49), (17, 103), (17, 104))
+"""IP_MULTICAST_TTL and IP_MULTICAST_LOOP, their forms in IPv6, IP_MULTICAST_ALL, UDP_SEGMENT and UDP_GRO."""
+_EVERYBODY = ("010000E0", "ff01" + "0" * 27 + "1", "ff02" + "0" * 27 + "1", "ff02" + "0" * 17 + "1ff")
+"""The multicast groups that a kernel joins by itself, as /proc/net/igmp and igmp6 have them; the last is a prefix."""
 _REUSEPORT = (1, 15)
 """SO_REUSEPORT, which CRIU sets in order to connect again, and leaves set."""
 _OPTION_BYTES = 16
@@ -66,6 +75,7 @@ def look(pids: Iterable[int], held: Iterable[tuple[int, int, bytes]]) -> Noted:
     born, personality = inherited(1)[1:3], _text("/proc/1", "personality")
     looked_at: set[bytes] = set()
     for pid in pids:
+        _require_no_groups(pid)
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         for thread in threads:
             _require_restorable(int(thread), born, personality)
@@ -140,6 +150,15 @@ def _text(directory: str, name: str) -> str:
     with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{directory}/{name}") as file:  # noqa: PTH123
         return file.read().strip()
     return ""
+
+
+def _require_no_groups(pid: int) -> None:
+    """Raise if a socket in a process's network has joined a multicast group."""
+    # A group is indented below its interface there, and stands behind it here (proc_pid_net(5)).
+    joined = [line.split()[0] for line in _text(f"/proc/{pid}/net", "igmp").splitlines() if line.startswith("\t\t")]
+    joined += [line.split()[2] for line in _text(f"/proc/{pid}/net", "igmp6").splitlines()]
+    if not all(group.startswith(_EVERYBODY) for group in joined):
+        raise NotDumpableError("a socket has joined a multicast group, and a checkpoint does not hold that")
 
 
 def _require_restorable(thread: int, born: list[str], personality: str) -> None:
@@ -236,8 +255,12 @@ def _readable(fd: int) -> int:
 def _options(pid: int, number: int) -> Noted:
     noted: Noted = {}
     with taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
+        if held.type == socket.SOCK_STREAM and _is_urgent(held):
+            raise NotDumpableError(f"process {pid} has not read urgent data, and a checkpoint does not hold that")
         is_tcp = held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM
         names = (*_ANY, *_TCP, _REUSEPORT) if is_tcp else (*_ANY, *_DATAGRAMS)
+        if is_tcp and held.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            names = (*names, *_LISTENING)
         try:
             new = socket.socket(held.family, held.type, held.proto)
         except OSError:
@@ -249,6 +272,14 @@ def _options(pid: int, number: int) -> Noted:
                 if value is not None and (value != _option(new, level, option) or (level, option) == _REUSEPORT):
                     noted[f"{pid} {number} {level} {option}"] = value.hex()
     return noted
+
+
+def _is_urgent(held: socket.socket) -> bool:
+    """Return whether a byte waits that was sent apart from the stream (MSG_OOB)."""
+    try:
+        return bool(held.recv(1, socket.MSG_OOB | socket.MSG_PEEK | socket.MSG_DONTWAIT))
+    except OSError:
+        return False
 
 
 def _option(held: socket.socket, level: int, option: int) -> bytes | None:

@@ -281,6 +281,33 @@ def options_of_datagrams() -> Read:
 
 
 @comes_back
+def rare_options_of_sockets() -> Read:
+    """Those that a kernel lacks are left out."""
+    datagrams, server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.create_server(("127.0.0.1", 0))
+    datagrams.bind(("127.0.0.1", 0))
+    near = connection()[1]
+    one = struct.pack("i", 1)
+    held = [(datagrams, level, option, one) for level, option in (
+        (0, 12), (0, 13), (0, 24), (1, 40), (1, 42), (1, 43), (17, 104),
+    )]  # fmt: skip
+    held += [(datagrams, 0, 10, struct.pack("i", 2)), (datagrams, 0, 49, bytes(4)), (datagrams, 17, 103, b"\x64\0\0\0")]
+    held += [(datagrams, 0, 51, struct.pack("I", (6000 << 16) | 5000)), (datagrams, 1, 47, struct.pack("Q", 100_000))]
+    held += [(datagrams, 1, 37, struct.pack("ii", 2, 0))]
+    held += [(server, 6, option, struct.pack("i", value)) for option, value in ((2, 1024), (10, 8192))]
+    held += [(each, 6, option, struct.pack("i", value)) for each in (server, near) for option, value in (
+        (7, 3), (8, 20), (16, 1), (25, 4096), (36, 1), (37, 1000),
+    )]  # fmt: skip
+    shown = []
+    for each, level, option, value in held:
+        try:
+            each.setsockopt(level, option, value)
+        except OSError:
+            continue
+        shown.append((each, level, option))
+    return lambda: [each.getsockopt(level, option, 16) for each, level, option in shown]
+
+
+@comes_back
 def closed_halves_of_connections() -> Read:
     _, near, far = connection()
     near.send(b"rest")
@@ -403,6 +430,23 @@ def watched_directories() -> Read:
         return seen
 
     return read
+
+
+@is_lost
+def multicast_groups() -> Read:
+    held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    KEPT.append(held)
+    held.setsockopt(socket.IPPROTO_IP, 35, socket.inet_aton("239.1.2.3") + socket.inet_aton("127.0.0.1"))
+    return lambda: "030201EF" in Path("/proc/net/igmp").read_text()
+
+
+@is_lost
+def urgent_bytes() -> Read:
+    near, far = socket.socketpair()
+    KEPT.append(near)
+    near.send(b"ab")
+    near.send(b"X", socket.MSG_OOB)
+    return lambda: far.recv(1, socket.MSG_OOB | socket.MSG_PEEK)
 
 
 @is_lost

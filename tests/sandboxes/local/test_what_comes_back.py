@@ -19,6 +19,8 @@ from tests.sandboxes.local import settings_probe
 PROBE = Path(settings_probe.__file__).read_text()
 SPEC = EnvironmentSpec(files={"/root/probe.py": PROBE})
 REASONS = {
+    "multicast_groups": "a socket has joined a multicast group",
+    "urgent_bytes": "has not read urgent data",
     "semaphore": "semaphore",
     "file_that_is_watched_twice": "watches one file twice",
     "connection_that_nobody_accepted": "In-flight connection",
