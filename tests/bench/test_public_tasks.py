@@ -40,7 +40,7 @@ def test_plain_container_has_the_same_verdict() -> None:
     [task] = _tasks("permissions")
     with ephemeral_proxy(settings={"drivers": ["local"]}) as proxy:
         played = play(proxy.url, task, docker_client(), lambda _: None)
-    assert (played.is_right, sorted(played.verdicts)) == (True, ["again", "first", "other", "plain"])
+    assert (played.is_right, sorted(played.verdicts)) == (True, ["again", "first", "look", "other", "plain"])
 
 
 def test_every_task_is_whole() -> None:
