@@ -30,6 +30,9 @@ def backup(
         size = download(response, file, "backup")
     if json:
         print_json({"file": str(file), "bytes": size}, beside=file)
+        return
+    states = "Files' states are in it" if snapshots else "It holds no states: --snapshots adds those of files"
+    typer.echo(f"{size / 1e6:,.1f} MB are in {file}. {states}. `forkpoint restore` reads it.", err=True)
 
 
 def restore(
