@@ -1,11 +1,12 @@
 """The harness endpoint: `POST /t/{task}/r/{rollout}/harness` runs a rollout to its end and tells each turn."""
 
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
@@ -27,12 +28,21 @@ from sandboxes.spec import EnvironmentSpec
 _EXAMPLE = '{"upstream": "http://127.0.0.1:8000", "headers": {"authorization": "Bearer KEY"}}'
 
 
+_UPSTREAM = re.compile(r"https?://[^\s/?#@]+(/[\x21\x24-\x3b\x3d\x40-\x7e]*)?")
+
+
+def _upstream(url: str) -> str:
+    if _UPSTREAM.fullmatch(url) is None:
+        raise ValueError("write a URL such as http://gateway:8000/sessions/17, without a query")
+    return url
+
+
 class HarnessRequest(BaseModel):
     """What a run needs; `command` and `env` override the spec's, and `parent` and `turn` say where it begins."""
 
     model_config = ConfigDict(extra="forbid")
 
-    upstream: Annotated[str, Field(pattern=r"^https?://[^\s/?#@]+(/[\x21\x24-\x3b\x3d\x40-\x7e]*)?$", max_length=2048)]
+    upstream: Annotated[str, Field(max_length=2048), AfterValidator(_upstream)]
     headers: dict[str, str] = Field(default_factory=dict, max_length=64)
     command: Annotated[Text, Field(min_length=1)] | None = None
     env: dict[VariableName, Text] = Field(default_factory=dict)
