@@ -154,7 +154,8 @@ class Engine:
         for driver in self.drivers.values():
             await driver.open()
         self.transfer.open()
-        recovery, snapshots = self.journal.open(), self.snapshots.open()
+        recovery = self.journal.open()
+        self.snapshots.open()
         for damage in recovery.damage:
             self.counts.failure("damaged-journal")
             log.error("the journal is damaged: its rollouts are refused from now on", damage=damage)
@@ -178,7 +179,7 @@ class Engine:
             "open",
             data=str(self.settings.data),
             steps_read_back=recovery.steps,
-            snapshots=snapshots,
+            snapshots=len(self.snapshots),
             rollouts_lost=recovery.lost,
         )
 

@@ -28,7 +28,9 @@ def render_reasons(items: Sequence[Mapping[str, Any]], *, task: str, every: bool
             Text(printable(item["title"] or "(forgotten)")),
         )
         if item["nearest"] is not None:
-            table.add_row("", "", "", Text(printable(_nearest(item, task)), style="dim"))
+            # Whole, also in a narrow terminal: its end is a command.
+            nearest = Text(printable(_nearest(item, task)), style="dim", no_wrap=False, overflow="fold")
+            table.add_row("", "", "", nearest)
     parts: list[RenderableType] = [Text(f"{hits} of {len(items)} calls were hits", style="bold"), table]
     for reason, meaning, remedy in dict.fromkeys((i["reason"], i["meaning"], i["remedy"]) for i in shown):
         parts.append(Text(f"{reason}: {meaning} {remedy}".rstrip()))

@@ -55,11 +55,11 @@ _RESOURCE_COLUMNS: tuple[Column, ...] = (
 """More columns, of reports with calls whose use of the machine is known."""
 _CALL_COLUMNS: tuple[Column, ...] = (
     ("slowest calls", lambda call: str(call["title"])),
-    ("task", lambda call: str(call["task"])),
-    ("executed", lambda call: f"{call['executed']:,}"),
-    ("saved", lambda call: f"{call['saved']:,}"),
     ("executed s", lambda call: f"{call['executed_s']:,.1f}"),
+    ("runs", lambda call: f"{call['executed']:,}"),
+    ("hits", lambda call: f"{call['saved']:,}"),
     ("why", lambda call: str(call["reason"])),
+    ("task", lambda call: str(call["task"])),
     ("states", lambda call: f"{call['states']:,}" + f" ({call['differing']:,} differ)" * (call["differing"] > 0)),
 )
 """The columns of the calls whose executions took longest."""
