@@ -31,7 +31,7 @@ class OtherMembers:
         "/api/v1/gc", "/api/v1/timeline", "/api/v1/system/history", "/api/v1/system/wrong-answers",
         "/api/v1/system/warnings",
     })  # fmt: skip
-    """Paths of what is the sum of the members' parts. The report is not: two owners of a rollout both count it."""
+    """Paths of what is the sum of the members' parts."""
 
     def __init__(self, member: Member, authorise: Callable[[Scope], RefusalError | None]) -> None:
         """Answer for a member. `authorise` returns why a request may see nothing."""

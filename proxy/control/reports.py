@@ -34,7 +34,6 @@ BY_TASK, BY_ENDPOINT = "task", "endpoint"
 """What rollouts can be grouped by beside labels. A label of these names cannot be."""
 _LABEL = label_value("r.labels", ":by")
 _EXECUTED = frozenset({Outcome.MISS, Outcome.BYPASS})
-_COUNTS = "(:own IS NULL OR r.task IN (SELECT value FROM json_each(:own)))"
 _OVERHEADS = ("restored_s", "replayed_s", "waited_s")
 _WHOLE_ROLLOUT, _WHOLE_STEP, _WHOLE_RECORD = is_whole("rollouts", "r"), is_whole("steps", "s"), is_whole("records", "c")
 
@@ -47,7 +46,7 @@ class ReportRequest:
     labels: Mapping[str, str] = field(default_factory=dict)  # Only rollouts with all of these labels.
     task: str | None = None  # Only rollouts of this task; None for all.
     price_per_hour: float = 0.0  # Price of one hour of tool time.
-    # The tasks whose rollouts count; None for all. Each owner of a rollout in a cluster has the calls that it answered.
+    # The tasks whose rollouts count; None for all. A member of a cluster has steps of tasks that others own now, too.
     own: Sequence[str] | None = None
 
 
@@ -192,7 +191,7 @@ def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportP
             sums.rollouts, sums.rewarded, sums.rewards = row[1], row[2], row[3] or 0.0
             sums.overheads = dict(zip(_OVERHEADS, row[4:], strict=True))
     _add_tokens(connection, request.by, where, values, groups)
-    (rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where} AND {_COUNTS}", values).fetchone()
+    (rollouts,) = connection.execute(f"SELECT COUNT(*) FROM rollouts r WHERE {where}", values).fetchone()
     calls = sum(group.totals.calls for group in groups.values())
     repeated = _repeated(connection, where, values, calls)
     slow = slowest_calls(connection, where, values, _EXECUTED)
@@ -208,7 +207,9 @@ def _condition(request: ReportRequest) -> tuple[str, dict[str, Any]]:
     # Only rollouts of clients (`RolloutStore.of_task`), and only those that made a call.
     labelled, chosen = labels_condition(request.labels, "r.labels")
     parts, values = ["r.name NOT LIKE '~%' AND r.calls > 0", *labelled], dict[str, Any](chosen)
-    values["own"] = None if request.own is None else orjson.dumps(request.own).decode()
+    if request.own is not None:
+        parts.append("r.task IN (SELECT value FROM json_each(:own))")
+        values["own"] = orjson.dumps(request.own).decode()
     if request.task is not None:
         parts.append("r.task = :task")
         values["task"] = request.task
@@ -235,9 +236,9 @@ def _calls(group: str, where: str) -> str:
 
 
 def _rollouts(group: str, where: str) -> str:
-    reward = f"CASE WHEN {_COUNTS} THEN CAST({label_value('r.labels', repr(label_path(REWARD)))} AS REAL) END"
+    reward = f"CAST({label_value('r.labels', repr(label_path(REWARD)))} AS REAL)"
     return (
-        f"SELECT {group}, SUM({_COUNTS}), COUNT({reward}), SUM({reward}), SUM(r.restore_s), SUM(r.replay_s), "
+        f"SELECT {group}, COUNT(*), COUNT({reward}), SUM({reward}), SUM(r.restore_s), SUM(r.replay_s), "
         f"SUM(r.wait_s) FROM rollouts r WHERE {where} GROUP BY 1"
     )
 

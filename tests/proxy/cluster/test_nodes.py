@@ -81,7 +81,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         assert httpx.get(f"{a.url}/api/v1/tasks/t/rollouts/1").json()["labels"] == {"reward": 1.0}
         rewarded = httpx.patch(f"{a.url}/api/v1/tasks/t/rollouts/3/labels", json={"reward": 0.5})
         assert rewarded.status_code == 200, rewarded.text
-        # Both owners have calls of the same rollouts, which count once.
+        # The owner before has steps of the same rollouts, which count once.
         for node in (a, b):
             rows = httpx.get(f"{node.url}/api/v1/report?by=task", timeout=60).json()["rows"]
             (row,) = (row for row in rows if row["group"] == "t")
@@ -102,7 +102,7 @@ def test_any_node_answers(dsn: str, tmp_path: Path) -> None:
         b.start()
         wait_until(lambda: call(b, "4", "x").status_code == 200, "the task is not taken over")
         labels = httpx.get(f"{b.url}/api/v1/tasks/t/rollouts/3").json()["labels"]
-        assert labels == {"note": "x", "reward": "0.5"}
+        assert labels == {"note": "x", "reward": 0.5}
         assert {each["rollout"] for each in httpx.get(f"{b.url}/api/v1/tasks/t/rollouts").json()["items"]} == {
             "1",
             "2",
