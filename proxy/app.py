@@ -67,7 +67,7 @@ def assemble(engine: Engine, control: ControlPlane) -> DataPlane:
 
 
 def _guarded(engine: Engine, control: ControlPlane) -> BrowserGuard:
-    return BrowserGuard(control_application(control, engine), engine.names)
+    return BrowserGuard(control.changes.around(control_application(control, engine)), engine.names)
 
 
 class StartError(RuntimeError):

@@ -29,7 +29,7 @@ class OtherMembers:
     paths: frozenset[str] | None = frozenset({
         *_ALL_TASKS, "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
         "/api/v1/gc", "/api/v1/timeline", "/api/v1/system/history", "/api/v1/system/wrong-answers",
-        "/api/v1/system/warnings",
+        "/api/v1/system/warnings", "/api/v1/system/changes",
     })  # fmt: skip
     """Paths of what is the sum of the members' parts."""
 

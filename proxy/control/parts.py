@@ -28,6 +28,7 @@ from proxy.execution.snapshot_value import SnapshotValue
 from proxy.execution.tasks import Tasks
 from proxy.execution.warm_forks import WarmForks
 from proxy.http.answer_cache import Answers
+from proxy.http.change_log import ChangeLog
 from proxy.lifecycle import BackgroundWork, Lifecycle
 from proxy.settings import Settings
 from proxy.shares import Share
@@ -85,6 +86,7 @@ class ControlPlane:
     task_totals: Refreshed[Mapping[str, TaskTotals]]  # By the task's name.
     reader: Reader  # Makes the views of nodes, trees and rollouts.
     browser: Browser  # Makes the views of large trees, one page at a time.
+    changes: ChangeLog  # What people have changed.
     started_at: float  # Seconds since 1970.
 
     @classmethod
@@ -132,6 +134,7 @@ class ControlPlane:
             task_totals=task_totals(engine.store),
             reader=Reader(engine.store),
             browser=Browser(engine.store),
+            changes=ChangeLog(engine.settings.data),
             started_at=time.time(),
         )
 

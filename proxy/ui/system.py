@@ -66,6 +66,12 @@ async def get_warnings(control: ControlDep) -> Page[dict[str, str]]:
     return Page.whole([_placed(event, control.store.trees.task_with_node) for event in recent()])
 
 
+@system.get("/changes")
+async def get_changes(control: ControlDep) -> Page[dict[str, Any]]:
+    """List what people have changed by REST, the newest first: with which token, from which address."""
+    return Page.whole(await asyncio.to_thread(control.changes.latest))
+
+
 def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> dict[str, str]:
     """Return an event whose node is named as in addresses; what no request caused gets the task of its node."""
     node = event.get("node", "").removeprefix("n")

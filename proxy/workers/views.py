@@ -84,6 +84,7 @@ class AllWorkers:
             ("GET", "/api/v1/system/history"): self._of_all(lambda views: _with_steps(views, "steps")),
             ("GET", "/api/v1/system/wrong-answers"): self._of_all(lambda views: _whole(merged_wrong_answers(views))),
             ("GET", "/api/v1/system/warnings"): self._of_all(_newest_first),
+            ("GET", "/api/v1/system/changes"): self._of_all(_newest_first),
             **{("GET", path): self._page for path in _PAGES},
         }
 
