@@ -125,7 +125,7 @@ def test_keys_go_to_views_and_rows(ui: Page) -> None:
     expect(ui.locator("tr[data-task=other]")).to_be_visible()
     ui.keyboard.press("j")
     ui.keyboard.press("j")
-    expect(ui.locator("table.tasks tbody tr").nth(1).locator("a")).to_be_focused()
+    expect(ui.locator("table.tasks tbody tr").nth(1).locator("a.mono")).to_be_focused()
     ui.keyboard.press("g")
     ui.keyboard.press("y")
     expect(ui.get_by_role("heading", name="System")).to_be_visible()
