@@ -118,7 +118,8 @@ class Run:
                     # In a thread: the text of a long response is looked through.
                     call, key = await asyncio.to_thread(turns.delivery, self._path, response)
                 model_s = time.perf_counter() - began
-                not_kept = "" if keeping is None else await keeping
+                # Shielded: a run that is cut off here must not take the state with it that is being kept.
+                not_kept = "" if keeping is None else await asyncio.shield(keeping)
                 # A turn that was cut off goes on to its end.
                 turn = start(self._context.step.run(self._rollout, call, key))
                 answer = await asyncio.shield(turn)

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
-from proxy.app import assemble
+from proxy.control_app import control_application
 from sandboxes.upstream.driver import HttpDriver
 from tests.proxy.serving import Running, serving
 from tests.sandboxes.box import local_driver
@@ -134,9 +134,8 @@ def others(proxy: Running) -> Any:
 
 def routes(proxy: Running) -> Iterator[tuple[str, str]]:
     """Yield method and path of every route of the application, with the other rollout's names in them."""
-    behind: Any = assemble(proxy.engine, proxy.control)._behind
     values = {"task": TASK, "rollout": "other", "node": "n1", "path": "index.html"}
-    pending = list(behind._behind.routes)
+    pending: list[Any] = list(control_application(proxy.control, proxy.engine).routes)
     while pending:
         route = pending.pop()
         if isinstance(route, APIRoute) or hasattr(route, "path"):

@@ -348,7 +348,7 @@ def test_a_request_that_is_refused_begins_no_rollout(proxy: Running, model: Scri
 
 def test_a_branch_has_its_parents_agent(proxy: Running, model: ScriptedModel) -> None:
     """Also one that begins at the root, because no turn was kept: it starts what its parent has started."""
-    for task, keep in (("kept", ["all"]), ("not-kept", [])):
+    for task, keep in (("agent-kept", ["all"]), ("agent-not-kept", [])):
         put(proxy, task, spec(command="", keep=keep))
         first = ran(proxy, "a", model.url(), task, command=f"{spec().harness.command}")  # type: ignore[union-attr]
         place = {"parent": "a", "turn": 1}
