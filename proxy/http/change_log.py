@@ -74,7 +74,6 @@ class ChangeLog:
             "address": (scope.get("client") or ("",))[0], "method": scope["method"], "path": scope["path"][:2048],
             "status": status,
         }  # fmt: skip
-        log.info("changed", **change)
         try:
             if self._file.exists() and self._file.stat().st_size > MAX_BYTES:
                 self._file.replace(self._before)
@@ -83,4 +82,4 @@ class ChangeLog:
             with os.fdopen(fd, "wb") as file:
                 file.write(orjson.dumps(change) + b"\n")
         except OSError as error:
-            log.warning("a change is not in its log", error=str(error))
+            log.warning("a change is not in its log", error=str(error), **change)
