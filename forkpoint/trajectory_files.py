@@ -6,6 +6,7 @@ This runs in commands and in other programs, and loads nothing of the proxy. It 
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Literal
@@ -71,15 +72,17 @@ def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None, *, tu
     Without a format the name says it. With `turns`, the lines are turns and not rollouts. Raises
     TrajectoryFileError, or OSError if it cannot be written.
     """
-    chosen: dict[Format, Callable[[Iterable[bytes], Path, bool], None]] = {
-        "jsonl": _write_jsonl, "parquet": _write_parquet, "hf": _write_dataset,
-    }  # fmt: skip
+    chosen: dict[Format, Callable[[Iterable[bytes], Path], None]] = {
+        "jsonl": _write_jsonl,
+        "parquet": partial(_write_parquet, turns=turns),
+        "hf": partial(_write_dataset, turns=turns),
+    }
     kind = kind or format_of(path)
     if kind == "hf" and path.exists():
         raise TrajectoryFileError(f"{path} exists. Choose a directory that does not.")
     draft = path.with_name(f"{path.name}.part")
     try:
-        chosen[kind](chunks, draft, turns)
+        chosen[kind](chunks, draft)
         draft.rename(path)
     finally:
         if draft.is_dir():
@@ -88,18 +91,17 @@ def write(chunks: Iterable[bytes], path: Path, kind: Format | None = None, *, tu
             draft.unlink(missing_ok=True)
 
 
-def _write_jsonl(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
-    del turns
+def _write_jsonl(chunks: Iterable[bytes], path: Path) -> None:
     with path.open("wb") as file:
         for chunk in chunks:
             file.write(chunk)
 
 
-def _write_parquet(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
+def _write_parquet(chunks: Iterable[bytes], path: Path, *, turns: bool) -> None:
     _write_shards(lines(chunks), lambda _: path, None, turns)
 
 
-def _write_dataset(chunks: Iterable[bytes], path: Path, turns: bool) -> None:
+def _write_dataset(chunks: Iterable[bytes], path: Path, *, turns: bool) -> None:
     (path / "data").mkdir(parents=True)
     (path / "README.md").write_text(_CARD)
     _write_shards(lines(chunks), lambda number: path / "data" / f"train-{number:05d}.parquet", _SHARD_BYTES, turns)

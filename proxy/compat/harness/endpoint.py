@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -48,6 +48,16 @@ class HarnessRequest(BaseModel):
     env: dict[VariableName, Text] = Field(default_factory=dict)
     parent: str | None = None
     turn: int | None = Field(default=None, ge=0)
+
+
+class _RunStart(NamedTuple):
+    """Where a rollout begins, the responses that lead from there to its turn, and what its start overrides."""
+
+    task: Task
+    tree: Tree
+    node: Node
+    recorded: list[ModelResponse]
+    begin: Mapping[str, Any]
 
 
 class HarnessEndpoint:
@@ -108,10 +118,8 @@ class HarnessEndpoint:
         if spec.confined:
             self._context.settings.source_rules.check_url(request.upstream)
 
-    async def _place(
-        self, task_name: str, name: str, request: HarnessRequest
-    ) -> tuple[Task, Tree, Node, list[ModelResponse], Mapping[str, Any]]:
-        """Return where the request begins a rollout of this name, the responses that lead to its turn, and its start.
+    async def _place(self, task_name: str, name: str, request: HarnessRequest) -> _RunStart:
+        """Return where the request begins a rollout of this name.
 
         A rollout of this name that runs goes on. With a parent, it must have begun as that one.
         """
@@ -120,24 +128,21 @@ class HarnessEndpoint:
             task = await tasks.open(task_name)
             task = task if name in task.rollouts else await tasks.current(task)
             tree = (task.rollouts.get(name) or task).tree
-            return task, tree, tree.root, [], request.model_dump(include={"command", "env"}, exclude_defaults=True)
+            return _RunStart(
+                task, tree, tree.root, [], request.model_dump(include={"command", "env"}, exclude_defaults=True)
+            )
         task = await tasks.find(task_name)
         tree, node = self._position(task_name, request.parent)
         nodes = await harness_nodes(self._context, node)
         turn = len(nodes) - 1 if request.turn is None else request.turn
         if not 0 <= turn < len(nodes):
             raise RefusalError(404, "no-such-turn", f"rollout {request.parent!r} has no turn {turn}.")
+        begin = start_of(self._context, nodes)
         if (running := task.rollouts.get(name)) is not None:
             made = await harness_nodes(self._context, running.node)
-            return (
-                task,
-                running.tree,
-                running.node,
-                self._rest(name, made, nodes[: turn + 1]),
-                start_of(self._context, nodes),
-            )
-        begin, responses = entrance(self._context, nodes, turn)
-        return task, tree, begin or tree.root, responses, start_of(self._context, nodes)
+            return _RunStart(task, running.tree, running.node, self._rest(name, made, nodes[: turn + 1]), begin)
+        entered, responses = entrance(self._context, nodes, turn)
+        return _RunStart(task, tree, entered or tree.root, responses, begin)
 
     def _rest(self, name: str, made: Sequence[Node], shared: Sequence[Node]) -> list[ModelResponse]:
         """Return what the model is still to say in a run that was cut off, so that it comes to its parent's turn."""

@@ -70,12 +70,12 @@ def look(pids: Iterable[int], held: Iterable[tuple[int, int, bytes]]) -> Noted:
     `held` has the processes' descriptors: the process, the number, and what the kernel calls it.
     """
     noted: Noted = {}
+    _require_no_groups()
     # Restored processes begin with what pid 1 has: CRIU is its child then.
     own = {name: _text("/proc/1", name) for name in _FILES}
     born, personality = inherited(1)[1:3], _text("/proc/1", "personality")
     looked_at: set[bytes] = set()
     for pid in pids:
-        _require_no_groups(pid)
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         for thread in threads:
             _require_restorable(int(thread), born, personality)
@@ -152,11 +152,11 @@ def _text(directory: str, name: str) -> str:
     return ""
 
 
-def _require_no_groups(pid: int) -> None:
-    """Raise if a socket in a process's network has joined a multicast group."""
+def _require_no_groups() -> None:
+    """Raise if a socket in the sandbox's network, which all of its processes share, has joined a multicast group."""
     # A group is indented below its interface there, and stands behind it here (proc_pid_net(5)).
-    joined = [line.split()[0] for line in _text(f"/proc/{pid}/net", "igmp").splitlines() if line.startswith("\t\t")]
-    joined += [line.split()[2] for line in _text(f"/proc/{pid}/net", "igmp6").splitlines()]
+    joined = [line.split()[0] for line in _text("/proc/1/net", "igmp").splitlines() if line.startswith("\t\t")]
+    joined += [line.split()[2] for line in _text("/proc/1/net", "igmp6").splitlines()]
     if not all(group.startswith(_EVERYBODY) for group in joined):
         raise NotDumpableError("a socket has joined a multicast group, and a checkpoint does not hold that")
 
