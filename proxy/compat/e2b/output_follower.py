@@ -25,7 +25,6 @@ import structlog
 from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import ConnectError, from_problem
 from proxy.compat.e2b.event_stream import EventStream
-from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.endpoints import EndpointContext
 from proxy.execution.errors import RolloutGoneError, StateLostError
 from proxy.http.problems import FORESEEN, problem_of
@@ -33,7 +32,6 @@ from proxy.tree.keys import call_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
-from sandboxes.state_table import next_state
 from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
@@ -65,7 +63,6 @@ class FollowedProcess:
 
     streams: list[EventStream] = field(default_factory=list)  # Streams that receive its output.
     is_terminal: bool = False  # The process is polled even while no client is connected.
-    state: ProcessState = ProcessState.DETACHED  # DETACHED, until a poll finds the end of the process.
 
 
 @dataclass(slots=True, eq=False)
@@ -121,16 +118,13 @@ class OutputFollower:
 
     def deliver_start(
         self, rollout: Rollout, pid: int, record: Record, stream: EventStream, *, sent_bytes: int = 0
-    ) -> ProcessChange:
-        """Send the recorded result of a start, beyond `sent_bytes`; return END, or DETACH and follow the process."""
+    ) -> None:
+        """Send the recorded result of a start, beyond `sent_bytes`, and follow a process that still runs."""
         result = self._context.store.records.result(record)
         if result.status != 200:
             stream.end(ConnectError("invalid_argument", result.body.decode(errors="replace")))
-            return ProcessChange.END
-        change = _deliver(result.body, pid, [stream], sent_bytes=sent_bytes)
-        if change is ProcessChange.DETACH:
+        elif not _deliver(result.body, pid, [stream], sent_bytes=sent_bytes):
             self._connect(rollout, pid, stream)
-        return change
 
     def follows(self, rollout: Rollout) -> bool:
         """Return whether a background process of a rollout is followed, so that polls may come before its calls."""
@@ -191,15 +185,12 @@ class OutputFollower:
     def _deliver_poll(self, followed: FollowedRollout, pid: int, record: Record) -> None:
         process = followed.processes[pid]
         result = self._context.store.records.result(record)
-        if result.status == 200:
-            change = _deliver(result.body, pid, process.streams)
-        else:
-            change = ProcessChange.END
+        if result.status != 200:
             for stream in process.streams:
                 stream.end(not_found(pid))
-        process.state = next_state(NEXT, process.state, change)
-        if process.state is ProcessState.ENDED:
-            del followed.processes[pid]
+        elif not _deliver(result.body, pid, process.streams):
+            return
+        del followed.processes[pid]
 
     async def _poll_while_followed(self, followed: FollowedRollout) -> None:
         pause_s = FIRST_POLL_S
@@ -259,8 +250,8 @@ def _others_went_on(rollout: Rollout) -> bool:
     return any(not record.observation and not record.private for record in rollout.node.records.values())
 
 
-def _deliver(body: bytes, pid: int, streams: list[EventStream], *, sent_bytes: int = 0) -> ProcessChange:
-    """Send the output, and the end if there is one, of a recorded result to each stream."""
+def _deliver(body: bytes, pid: int, streams: list[EventStream], *, sent_bytes: int = 0) -> bool:
+    """Send a recorded result to each stream: its output, and the end if there is one. Return whether there is."""
     last, error = None, None
     try:
         last = responses.ended(body)
@@ -277,7 +268,7 @@ def _deliver(body: bytes, pid: int, streams: list[EventStream], *, sent_bytes: i
             stream.put(event)
         if last or error:
             stream.end(error)
-    return ProcessChange.END if last or error else ProcessChange.DETACH
+    return bool(last or error)
 
 
 def _events(body: bytes, form: str, sent_bytes: int) -> list[responses.ProcessEvent]:

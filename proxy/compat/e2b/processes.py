@@ -10,7 +10,7 @@
 # 4. When the client loses its connection and sends the same start again, the retry adopts the run: the call is not
 #    executed twice, and the new stream gets the recorded result.
 #
-# `process_lifecycle` writes these states as a table. See docs/decisions/0015-processes-and-connections.md.
+# See docs/decisions/0015-processes-and-connections.md.
 
 import asyncio
 from hashlib import blake2b
@@ -20,7 +20,6 @@ from proxy.compat.e2b import responses
 from proxy.compat.e2b.connect_rpc import STREAM, ConnectError
 from proxy.compat.e2b.event_stream import EventStream
 from proxy.compat.e2b.output_follower import OutputFollower, not_found
-from proxy.compat.e2b.process_lifecycle import NEXT, ProcessChange, ProcessState
 from proxy.compat.e2b.requests import ProcessRequest, ProcessStart
 from proxy.compat.endpoints import EndpointContext
 from proxy.execution.step_notes import Answer
@@ -32,7 +31,6 @@ from proxy.tree.tree import Node
 from sandboxes.calls import ToolCall, ToolResult
 from sandboxes.listener import Headers
 from sandboxes.process_output import OUT, Incoming
-from sandboxes.state_table import next_state
 from sandboxes.task_owner import TaskOwner
 
 DISCONNECT_GRACE_S = 0.1
@@ -55,7 +53,7 @@ class ProcessRun:
     """One start under way: the call's listener (see `Detachable`) and the stream of the client that waits for it."""
 
     def __init__(self, start: ProcessStart, key: CallKey, stream: EventStream) -> None:
-        self.state = ProcessState.NOT_STARTED  # See `process_lifecycle`.
+        self.adopted = False  # A retry waits for the recorded result, so output is not sent as it is produced.
         # The pid that clients know is 0 until the call has its turn. A retry replaces the stream, which has then
         # received no output.
         self.pid, self.sent_bytes, self.stream = 0, 0, stream
@@ -63,10 +61,6 @@ class ProcessRun:
         self._start, self._key = start, key
         self._detach = asyncio.Event()
         self._incoming = Incoming()
-
-    def change(self, change: ProcessChange) -> None:
-        """Move to the next state."""
-        self.state = next_state(NEXT, self.state, change)
 
     async def is_retried_by(self, rollout: Rollout, key: CallKey) -> bool:
         """Return whether a start with this key is the same, retried after a lost stream, and not a second process."""
@@ -82,9 +76,8 @@ class ProcessRun:
 
     def adopt(self, stream: EventStream) -> None:
         """Continue with the stream of a retry, which gets the whole output when the call is recorded."""
-        self.change(ProcessChange.RETRY)
         # The new stream has received nothing, so it must get the output from the first byte.
-        self.stream, self.sent_bytes = stream, 0
+        self.adopted, self.stream, self.sent_bytes = True, stream, 0
         if self.pid:
             stream.begin(self.pid)
 
@@ -97,13 +90,12 @@ class ProcessRun:
 
     async def head(self, _status: int, _headers: Headers) -> None:
         """Send the start event: the sandbox has started the process."""
-        self.change(ProcessChange.START)
         self.stream.begin(self.pid)
 
     async def data(self, chunk: bytes) -> None:
         """Send a piece of output, unless a retry has adopted the run."""
         for kind, data in self._incoming.feed(chunk):
-            if self.state is not ProcessState.FOLLOWED:
+            if self.adopted:
                 return
             # The sandbox reports a failed start as output. `_deliver` turns the recorded report into an error.
             if kind == OUT and self.sent_bytes == 0 and responses.cannot_start(data):
@@ -170,7 +162,7 @@ class Processes:
             # A retry adopted the run meanwhile, and delivers the result.
             return
         pid = run.pid or pid_of(answer.record.source, answer.record.key)
-        run.change(self.follower.deliver_start(rollout, pid, answer.record, stream, sent_bytes=run.sent_bytes))
+        self.follower.deliver_start(rollout, pid, answer.record, stream, sent_bytes=run.sent_bytes)
         # A client that is gone may retry; the run is kept for that.
         if self._runs.get(rollout.id) is run and not stream.gone:
             del self._runs[rollout.id]
