@@ -44,7 +44,6 @@ _STREAM = httpx.Timeout(OVERHEAD_S, connect=_CONNECT_S)
 
 
 def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str, Any]:
-    """Return the arguments of both kinds of HTTP clients."""
     url = base_url(url or os.environ.get("FORKPOINT_URL", DEFAULT_URL))
     return {
         "base_url": url, "headers": token_headers(token), "trust_env": trust_env,
@@ -56,7 +55,6 @@ def _options(url: str | None, token: str | None, *, trust_env: bool) -> dict[str
 
 
 def _arguments(request: ApiRequest[Any]) -> dict[str, Any]:
-    """Return the arguments of httpx for a request."""
     tool_s = TOOL_S if request.timeout_s is None else request.timeout_s
     return {
         "method": request.method, "url": request.path, "params": request.query or None, "content": request.body,
@@ -196,8 +194,6 @@ class AsyncTask(TaskOperations, Awaiting):
 
 
 class _Connected(ProxyOperations, ABC, Generic[HttpT, TransportT]):
-    """A client, whether its operations block or are awaited."""
-
     def __init__(
         self,
         url: str | None = None,

@@ -279,7 +279,6 @@ def _side(
 
 
 def _line(value: Any) -> Any:
-    """Return a command line with `$$` as `$`: a string, or a list of words."""
     return plain(value) if isinstance(value, str) else [plain(word) for word in value]
 
 

@@ -173,5 +173,4 @@ class Operation(Generic[P, T]):
     @overload
     def __get__(self, instance: Awaiting, owner: type) -> Callable[P, Coroutine[Any, Any, T]]: ...
     def __get__(self, instance: object, owner: type) -> Callable[..., Any]:
-        """Return the method, bound to an object; unbound for the class."""
         return self._method if instance is None else MethodType(self._method, instance)

@@ -288,7 +288,6 @@ class ForkpointSandbox(SandboxEnvironment):
 
 
 def _named_by(content: bytes) -> str:
-    """Return a path that equal contents share, so that samples make equal calls."""
     return f"/tmp/.forkpoint-{sha256(content).hexdigest()[:16]}"  # noqa: S108 - in the sandbox
 
 

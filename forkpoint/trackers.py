@@ -119,12 +119,10 @@ def trainer_callback(tracker: StepTracker) -> Any:
             self._figures: dict[str, float] = {}
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            """Log the rollouts that were made before the step that has just been counted."""
             del args, control
             self._figures = tracker.log(state.global_step - 1) or self._figures
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-            """Add the latest figures to what the trainer logs."""
             del args, state, control
             if logs is not None:
                 logs.update(self._figures)

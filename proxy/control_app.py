@@ -120,7 +120,6 @@ def _problems(app: FastAPI, control: ControlPlane) -> None:
 
 
 def _refused(error: Exception) -> Exception:
-    """Return an error of the web framework as a refusal; other errors unchanged."""
     if isinstance(error, HTTPException):
         return RefusalError(error.status_code, "http", str(error.detail))
     if isinstance(error, RequestValidationError):

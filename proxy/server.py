@@ -91,7 +91,6 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _make_protocol(self, kind: type[asyncio.Protocol], **state: object) -> asyncio.Protocol:
-        """Return the protocol of a connection, as uvicorn makes it for one that it has accepted."""
         made = cast("type[HitFirst]", kind)
         app_state = {**self.lifespan.state, **state}
         return made(config=self.config, server_state=self.server_state, app_state=app_state)

@@ -73,8 +73,6 @@ class ProxyState:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """What a node has for itself: a name, a directory that no other actor uses, and the socket."""
-
     name: str
     folder: Path
     owned: DirLock

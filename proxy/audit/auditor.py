@@ -75,8 +75,6 @@ class Tally:
 
 @dataclass(slots=True)
 class _Check:
-    """One sample of a tree's records that is being checked."""
-
     tree: Tree
     judge: Judge
     tally: Tally
@@ -247,7 +245,6 @@ class Auditor:
         return list(pending)
 
     async def _run_again(self, sandbox: Sandbox, record: Record, check: _Check) -> str:
-        """Run one call; return how it differs from its record."""
         await self._wait_until_idle(check.patience_s)
         await rest(sandbox, gap_s(record))
         call, course = self._store.records.call_and_course(record)

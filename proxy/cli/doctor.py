@@ -233,7 +233,6 @@ def _no_checkpoints() -> Requirement:
 
 
 def _images() -> Requirement:
-    """Check where images come from: a daemon, or files alone."""
     from sandboxes.images.daemon import ImageDaemon
 
     daemon = ImageDaemon()
@@ -272,7 +271,6 @@ def _sqlite(data_dir: Path) -> Requirement:
 
 
 def _trials(data_dir: Path, names: Sequence[str]) -> list[Requirement]:
-    """Have drivers run a trial, each in a new directory below the data directory."""
     folder = data_dir / f"check-{secrets.token_hex(4)}"
     results, drivers = list[Requirement](), dict[str, TriedDriver]()
     for name in names:
@@ -302,7 +300,6 @@ async def _tried(drivers: Mapping[str, TriedDriver]) -> list[Requirement]:
 
 
 async def _trial(name: str, driver: TriedDriver) -> Requirement:
-    """Open a driver, have it run its trial, and close it."""
     try:
         await driver.open()
         await driver.trial()

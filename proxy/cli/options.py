@@ -63,7 +63,6 @@ def _rows(ctx: typer.Context, *path: str, **query: str) -> list[dict[str, Any]]:
 
 
 def _get(ctx: typer.Context, *path: str, **query: str) -> Any:
-    """Return a response of the proxy; None without one. A completion prints no error."""
     data = ctx.params.get("data") or os.environ.get("FORKPOINT_DATA")
     url = proxy_url(ctx.params.get("url") or os.environ.get("FORKPOINT_URL"), Path(data) if data else None)
     try:

@@ -47,7 +47,6 @@ def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False)
 
 
 def _plain(value: Any) -> Any:
-    """Return a dataclass as an object of JSON. Raises TypeError for another value."""
     return asdict(value)
 
 

@@ -87,7 +87,6 @@ def download(response: httpx.Response, file: Path, title: str) -> int:
 
 @contextmanager
 def _writing(file: Path, draft: Path) -> Iterator[Callable[[bytes], object]]:
-    """Yield a function that writes to the file, or to stdout."""
     if str(file) == "-":
         yield typer.get_binary_stream("stdout").write
         return

@@ -90,7 +90,6 @@ def _run(proxy: ControlClient, task: str, name: str, body: Mapping[str, Any]) ->
 
 
 def _headers(given: list[str] | None) -> dict[str, str]:
-    """Return names and values. Raises typer.BadParameter for a text without a colon."""
     pairs = [text.partition(":") for text in given or []]
     if not all(name and sign for name, sign, _ in pairs):
         raise typer.BadParameter("write NAME:VALUE.", param_hint="--header")

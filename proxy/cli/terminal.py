@@ -65,7 +65,6 @@ def _forward(connection: ClientConnection) -> int:
 
 
 def _send_input(connection: ClientConnection) -> None:
-    """Send what is typed, and the size of this terminal when it changes."""
     stdin, size = sys.stdin.fileno(), shutil.get_terminal_size()
     with contextlib.suppress(ConnectionClosed, OSError):
         while True:
@@ -88,7 +87,6 @@ def _detail(problem: str) -> str:
 
 @contextlib.contextmanager
 def _raw(stdin: int) -> Iterator[None]:
-    """Pass every key on as it is typed, Ctrl-C included."""
     before = termios.tcgetattr(stdin)
     tty.setraw(stdin)
     try:

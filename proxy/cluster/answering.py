@@ -41,7 +41,6 @@ class PeerQuestions:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 
     async def _take_over(self, question: TakeQuestion) -> ElsewhereAnswer:
-        """Take a task over from a member that lives and asks for it."""
         task = self._member.ingress.task(question.task)
         async with task.looking:
             owned = self._member.gate.owned.get(question.task)

@@ -33,7 +33,6 @@ class Operations:
     """Answers requests about the cluster."""
 
     def __init__(self, member: Member, quotas: "Quotas | None" = None) -> None:
-        """Answer for a member, with the quotas of tasks if there are any."""
         self._member, self._quotas = member, quotas
         self._is_moving = False
 
@@ -48,7 +47,6 @@ class Operations:
         return await (self._members() if node is None else self._drain(unquote(node)))
 
     async def _members(self) -> dict[str, Any]:
-        """Return the members of the cluster, as the database knows them."""
         own, known = self._member.database.membership, await self._member.database.members()
         return {
             "cluster": own.cluster,
@@ -60,7 +58,6 @@ class Operations:
         }
 
     async def _used(self, quotas: "Quotas") -> list[dict[str, Any]]:
-        """Return what all members use of each quota."""
         await quotas.refresh()
         return [
             {
@@ -72,7 +69,6 @@ class Operations:
         ]  # fmt: skip
 
     async def _drain(self, node: str) -> dict[str, Any]:
-        """Let a member hand over its tasks. Raises RefusalError."""
         alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
         chosen = next((peer for peer in alive if peer.name == node), None)
         if chosen is None:
@@ -86,7 +82,6 @@ class Operations:
         return {"name": node, "handed": answer.handed, "kept": answer.kept}
 
     async def _rebalance(self, at_once: int, dry_run: bool) -> dict[str, Any]:
-        """Let members with a high load hand tasks to those with a low one. Raises RefusalError."""
         alive = [peer for peer, _ in await self._member.database.members() if peer.alive]
         answers = dict(zip(alive, await asyncio.gather(*map(self._load_of, alive)), strict=True))
         taking = {peer.name: peer for peer, answer in answers.items() if not answer.is_leaving}

@@ -150,7 +150,6 @@ class Owned:
         self._opened.set()
 
     async def _send(self) -> None:
-        """Write rows until no line waits."""
         try:
             while self._outbox.waiting:
                 async with self._sending:

@@ -68,7 +68,6 @@ class ClusterPlane(DataPlane):
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI connection."""
         if scope["type"] not in ("http", "websocket"):
             await super().__call__(scope, receive, send)
             return
@@ -114,7 +113,6 @@ class ClusterPlane(DataPlane):
     async def _answer(
         self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        """Answer a request here or elsewhere. Raises RefusalError."""
         task = self._member.ingress.task(named.name)
         is_upload = isinstance(body, PassedUpload)
         digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
@@ -199,7 +197,6 @@ class ClusterPlane(DataPlane):
         )
 
     async def _answer_here(self, owned: Owned, origin: Origin, scope: Scope, receive: Receive, send: Send) -> bool:
-        """Answer a request of an owned task; return False if the task was dropped before: the call is made again."""
         ORIGIN.set(origin)
         is_over = is_stream = False
 
@@ -228,7 +225,6 @@ class ClusterPlane(DataPlane):
     # -- streams: `tunnels` has brought them to their owner ----------------------------------------------------------
 
     async def _converse_here(self, peer: Hello | None, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a WebSocket. One without a peer names no task, or none that has an owner."""
         passed = None if peer is None else Passed.taken_from(scope)
         if peer is None or passed is None:
             await super().__call__(scope, receive, send)
@@ -309,7 +305,6 @@ class ClusterPlane(DataPlane):
         return self.streaming is not None and self.streaming.may_stream(scope)
 
     async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Show the members of the cluster, drain one, or move tasks between them."""
         try:
             refuse_foreign(scope["method"], scope["headers"], tool=False, names=self.engine.names)
             refusal = self._authorise(scope)
@@ -356,7 +351,6 @@ class PassedUpload:
 
 
 def _peer_of(scope: Scope) -> Hello | None:
-    """Return the peer that a request comes from; None for an agent's. Only the first one of a tunnel is a peer's."""
     state = scope.get("state", {})
     tunnel: Tunnelled | None = state.get(TUNNEL)
     peer: Hello | None = state.get(PEER)
@@ -393,5 +387,4 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
 
 
 def _digest(scope: Scope, body: bytes) -> bytes:
-    """Return what tells a request from others of its rollout."""
     return sha256(b"\0".join((scope["method"].encode(), scope["raw_path"], scope["query_string"], body))).digest()

@@ -151,7 +151,6 @@ async def _use_store(database: ClusterDatabase, store: ObjectStore, cluster: str
 
 
 def _known(own: Path) -> tuple[str, int] | None:
-    """Return the cluster and the number that a data directory has; None for a new one."""
     try:
         value = orjson.loads((own / "member.json").read_bytes())
         return str(value["cluster"]), int(value["number"])
@@ -162,7 +161,6 @@ def _known(own: Path) -> tuple[str, int] | None:
 
 
 def _listen(link: str, database: str) -> socket.socket:
-    """Listen for peers. Raises ClusterError: the address cannot be listened on."""
     host, _, port = link.rpartition(":") if ":" in link and not link.endswith("]") else (link, "", "0")
     host = host.strip("[]") or _local_address(database)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -175,7 +173,6 @@ def _listen(link: str, database: str) -> socket.socket:
 
 
 def _url(link: str, listener: socket.socket) -> str:
-    """Return where peers reach a listening socket."""
     host, port = listener.getsockname()[:2]
     named = link.rpartition(":")[0] if ":" in link and not link.endswith("]") else link
     named = named.strip("[]")

@@ -237,8 +237,6 @@ class Replacement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
-    """Neighbouring rows that become one."""
-
     rows: list[RowLayout]
     first: int  # The number of records and steps in the log before them.
 

@@ -131,7 +131,6 @@ class Tunnels:
 
     @asynccontextmanager
     async def _own_end(self, state: dict[str, object]) -> AsyncIterator[PeerConnection]:
-        """Open a connection to this member's own server, with members of its state."""
         own, given = socket.socketpair()
         await asyncio.get_running_loop().connect_accepted_socket(lambda: self.make_peer(**state), given)
         end = PeerConnection(*await asyncio.open_connection(sock=own))
@@ -142,8 +141,6 @@ class Tunnels:
 
 
 class _Agent(ReaderConnection):
-    """The connection of an agent."""
-
     def __init__(self, connection: socket.socket, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         super().__init__(reader, writer)
         self._connection = connection

@@ -21,7 +21,6 @@ class History:
     """The minutes of the last day, in memory and in the store."""
 
     def __init__(self, store: Store) -> None:
-        """Create the history over a store that may not be open yet."""
         self._store = store
         self._pending: list[Second] = []
         self._known: deque[Second] | None = None

@@ -16,7 +16,6 @@ class Refreshed(Generic[T]):
     """A value that is read again once it is too old; concurrent callers share one read, and its error."""
 
     def __init__(self, read: Callable[[], Coroutine[Any, Any, T]], *, min_age_s: float) -> None:
-        """Create the value without reading it. It is reused for at least `min_age_s`."""
         self._read, self._min_age_s = read, min_age_s
         self._tasks = TaskOwner()
         self._reading: asyncio.Task[T] | None = None

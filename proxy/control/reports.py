@@ -287,13 +287,11 @@ def _add_tokens(
 
 
 def _tokens(connection: sqlite3.Connection, answer: int) -> int:
-    """Return the tokens that models counted for an answer; 0 if its blob is damaged."""
     data = blob_of(connection, answer)
     return 0 if data is None else answer_of(data).model_tokens
 
 
 def _endpoint(connection: sqlite3.Connection, call: int) -> str | None:
-    """Return the endpoint of a call; None if its blob is damaged."""
     data = blob_of(connection, call)
     return None if data is None else str(orjson.loads(data)["endpoint"])
 

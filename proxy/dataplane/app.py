@@ -185,7 +185,6 @@ class DataPlane:
         return None
 
     async def _refuse_request(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError) -> None:
-        """Answer a request with a refusal, in the form that clients of its endpoint read."""
         await self._dispatch.refuse(scope, _address_of(scope), refusal, Exchange(send, receive))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send, refusal: RefusalError | None) -> None:

@@ -138,7 +138,6 @@ class ConnectionLimits:
         self._live.pop(connection, None)
 
     def _make_room(self, now_s: float) -> bool:
-        """Close some connections that are in no request; return whether there were any."""
         if now_s - self._warned_at_s > _WARN_EVERY_S:
             self._warned_at_s = now_s
             log.warning(

@@ -168,7 +168,6 @@ class Dispatch:
         return await self._running(task, call.rollout)
 
     async def _running(self, task: str, name: str) -> Rollout:
-        """Return the running rollout of a name that only the proxy gives."""
         rollout = await self._engine.tasks.running(task, name)
         if rollout is None:
             raise RefusalError(404, "session", "this session has ended or never existed. Begin another session.")

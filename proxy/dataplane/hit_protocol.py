@@ -307,7 +307,6 @@ class HitFirst(asyncio.Protocol):
         return True
 
     def _answer(self, scope: Scope) -> bool:
-        """Answer a whole request if its answer is known; return whether it was."""
         reader = self._reader
         # A client that does not read gets no more: uvicorn waits until it does.
         if not reader.is_plain or not self._writable.is_set() or self._transport.is_closing():
@@ -329,7 +328,6 @@ class HitFirst(asyncio.Protocol):
         self.hit_s.observe(perf_counter() - self._began)
 
     def _serve(self, state: _State) -> bool:
-        """Give the held bytes to uvicorn; return whether it has begun to handle a request."""
         # The state changes before uvicorn sees the bytes: it may close the connection while it reads them, and `close`
         # is ignored in READING.
         held, self._held, self._state = self._held, b"", state

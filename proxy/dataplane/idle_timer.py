@@ -16,7 +16,6 @@ class IdleTimer:
     """Looks at a connection that had no response for a while, and finds out how long it really was idle."""
 
     def __init__(self, connection: IdleConnection, limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        """Begin with the first response. The connection may be idle for `limit_s`."""
         self._connection, self._limit_s, self._loop = connection, limit_s, loop
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None

@@ -58,8 +58,6 @@ class _ClientDisconnectedError(Exception):
 
 
 class _CloseConnectionError(Exception):
-    """The connection must be closed with this code (RFC 6455, 7.4) and reason."""
-
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
         self.code, self.reason = code, reason
@@ -181,7 +179,6 @@ class Sockets:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     async def _handle(self, connection: _Connection, message: AsgiMessage) -> None:
-        """Answer one message, or report its error. Raises _CloseConnectionError or _ClientDisconnectedError."""
         try:
             await self._answer(connection, message)
         except (_CloseConnectionError, _ClientDisconnectedError):
@@ -280,7 +277,6 @@ class Sockets:
         return call, call_key(ToolCall(call.endpoint, call.tool, identity))
 
     async def _result(self, rollout: Rollout, call: ToolCall, key: CallKey) -> bytes:
-        """Return the result of a call, from the tree or from its server."""
         step = self._engine.step
         # A known message costs no await: the look-up takes the step.
         record = step.known(rollout, key)
@@ -330,7 +326,6 @@ def _size_of(message: AsgiMessage) -> int:
 
 
 async def _send(connection: _Connection, message: AsgiMessage) -> None:
-    """Send an ASGI message. Raises _ClientDisconnectedError if the client has disconnected."""
     try:
         await connection.send(message)
     # The server raises `OSError` (`ClientDisconnected`) for a send after the connection was lost.

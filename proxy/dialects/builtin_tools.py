@@ -221,7 +221,6 @@ def refused(why: str) -> Result:
 
 
 def _detail(text: str) -> str:
-    """Return the sentence in problem details (RFC 9457); any other text as it is."""
     try:
         return str(orjson.loads(text)["detail"])
     except (orjson.JSONDecodeError, KeyError, TypeError):

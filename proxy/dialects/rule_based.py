@@ -278,8 +278,6 @@ class Declared(Dialect):
 
 
 class _Fields:
-    """The fields of a request, parsed on first use."""
-
     def __init__(self, request: Request) -> None:
         self._request = request
         self._json: tuple[Any] | None = None
@@ -287,7 +285,6 @@ class _Fields:
 
     @property
     def json(self) -> Any:
-        """The JSON body, or the members of a form by name; None for any other body."""
         if self._json is None:
             self._json = (_members(self._request),)
         return self._json[0]
@@ -377,7 +374,6 @@ def _name(text: str) -> str:
 
 
 def _aliased(body: bytes, rule: Rule, fields: _Fields) -> tuple[bytes, tuple[tuple[str, str], ...]]:
-    """Return a message with recorded names in place of those that its client chose, and the pairs of both."""
     chosen = {path: member(fields.json, path) for path in rule.alias}
     aliases = tuple((name, f"forkpoint-{path}") for path, name in chosen.items() if isinstance(name, str) and name)
     if not aliases:

@@ -121,7 +121,6 @@ class VideoTool:
 
 
 def _untitled(schema: Any) -> Any:
-    """Return a schema without the titles that pydantic adds."""
     if isinstance(schema, list):
         return [_untitled(item) for item in schema]
     if not isinstance(schema, dict):
@@ -215,7 +214,6 @@ def _image(media_type: str, data: bytes) -> dict[str, Any]:
 
 
 def _frames(frames: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return pictures as MCP content, each after a text with its time."""
     content: list[dict[str, Any]] = []
     for frame in frames:
         content.append({"type": "text", "text": f"at {frame['frame_t']:.3f} s"})

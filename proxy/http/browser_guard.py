@@ -134,7 +134,6 @@ def rebindable(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name or address in a Host header, without its port."""
     host = host.lower().rstrip(".")
     if host.startswith("["):
         return host[1:].partition("]")[0]

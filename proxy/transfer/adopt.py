@@ -117,7 +117,6 @@ class Adopter:
         return tree
 
     def _put(self, name: str, spec: EnvironmentSpec, key: str, instead: int | None, *, beside: bool) -> Tree:
-        """Let the task in memory have the tree of the store that was published."""
         replaced = None if instead is None else self._trees.close(instead)
         if replaced is not None:
             replaced.root.detached = True

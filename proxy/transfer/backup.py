@@ -102,8 +102,6 @@ def _restore_workers(
 
 
 class _Unpacker:
-    """Unpacks the units of a backup, and checks the states against the restored store."""
-
     def __init__(self, file: Path, advance: Callable[[int], None]) -> None:
         self._file, self._advance = file, advance
 
@@ -123,7 +121,6 @@ class _Unpacker:
                     output.write(part.data)
 
     def check(self, database: StoreDatabase, states: Path) -> int:
-        """Return the number of states; see `check_states`."""
         return sum(len(check_states(file, database).units_of_state) for file in states.iterdir())
 
 

@@ -80,7 +80,6 @@ class _Numbers:
         return len(self.ids) + len(self.late)
 
     def of(self, node: int) -> int | None:
-        """Return the number in the bundle; None if the node does not travel."""
         position = bisect_left(self.ids, node)
         if position < len(self.ids) and self.ids[position] == node:
             return self.numbers[position]

@@ -115,7 +115,6 @@ def _next(file: BinaryIO, number: int) -> tuple[Part, bytes]:
 
 
 def _parse_header(header: bytes, number: int) -> tuple[str, int]:
-    """Return the name and the size in bytes that a header states."""
     if len(header) < BLOCK:
         raise BundleError(f"the file is cut off before part {number}, or is not a Forkpoint export.")
     if header == bytes(BLOCK):

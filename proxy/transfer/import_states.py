@@ -86,7 +86,6 @@ class _UnitUnpacker:
         self.failed: set[str] = set()  # Names of the units that this machine could not hold.
 
     def begin(self, name: str) -> None:
-        """Begin a unit; one that is not needed is skipped."""
         if name in self._units or name in self._recorded:
             self._name, self._writing = name, self._scratch.open("w+b")
 

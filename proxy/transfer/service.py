@@ -142,7 +142,6 @@ class TransferService:
             log.info("the states of a backup were adopted", trees=len(files), snapshots=adopted)
 
     async def _adopt_file(self, file: Path) -> int:
-        """Adopt the states of one tree; return how many there are now."""
         number, distance = numbers_of_states(file)
         async with self._adopter.restored(number) as tree:
             driver = self._drivers[tree.spec.driver]

@@ -198,7 +198,6 @@ class _TrajectoryWriter:
             waiting |= {request["connection"]: request.get("body") for request in done["requests"]}
 
     def _way_to(self, tree: int, node: int) -> list[int]:
-        """Return the records that lead from the root to a node."""
         if self._origins[0] != tree:
             sql = f"SELECT target, id, source FROM records WHERE tree = ? AND source != target AND {_WHOLE}"
             self._origins = (
@@ -249,7 +248,6 @@ class _TrajectoryWriter:
         ]  # fmt: skip
 
     def _stored(self, record: int) -> Any:
-        """Return the row of a record; None if it is gone or damaged."""
         sql = (
             f"SELECT call, upload, answer, effect, seconds, recorded_at, target, {', '.join(ResourceUse._fields)} "
             f"FROM records WHERE id = ? AND {_WHOLE}"
@@ -292,5 +290,4 @@ class _TrajectoryWriter:
             return b64encode(data).decode(), "base64", cut
 
     def _blob(self, blob: int) -> bytes | None:
-        """Return the bytes of a blob; None if they are not those that were written."""
         return blob_of(self._connection, blob)

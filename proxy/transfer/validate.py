@@ -172,7 +172,6 @@ class _BundleCheck:
         return True
 
     def _derive_polls(self, source: int, key: CallKey) -> None:
-        """Derive the keys of the next polls of a call at a node."""
         row = self._execute("SELECT polls FROM derived WHERE source = ? AND call = ?", (source, key)).fetchone()
         known = 0 if row is None else int(row[0])
         for nth in range(known + 1, known + _DERIVED_POLLS + 1):

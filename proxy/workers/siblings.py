@@ -72,7 +72,6 @@ class Siblings:
     """This worker's links to the others. Implements `Handover` and `OtherProxies` of `proxy.dataplane`."""
 
     def __init__(self, routes: Routes, directories: Sequence[Path], paths: frozenset[str] | None = None) -> None:
-        """Connect nothing yet. `directories` are those of all workers; for `paths` see `OtherProxies`."""
         self.routes, self._directories, self.paths = routes, directories, paths
         self._channels: dict[int, Channel] = {}
         self._connecting: dict[int, asyncio.Lock] = {}
@@ -225,7 +224,6 @@ class Siblings:
 
 
 async def _adopt(descriptor: int, held: bytes, make_protocol: Callable[[], asyncio.Protocol]) -> None:
-    """Serve a connection that another worker has given away."""
     connection = socket.socket(fileno=descriptor)
 
     def made() -> asyncio.Protocol:

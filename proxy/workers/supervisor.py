@@ -132,7 +132,6 @@ def _reaped(workers: Iterable[_Worker]) -> list[_Worker]:
 
 
 def _look(worker: _Worker) -> None:
-    """Note whether a worker has reported that it answers requests."""
     if worker.ready < 0:
         return
     os.set_blocking(worker.ready, False)

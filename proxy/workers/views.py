@@ -71,7 +71,6 @@ class AllWorkers:
     """Answers requests of clients: those that name no task for all processes, and all others by the application."""
 
     def __init__(self, application: AsgiApp, others: OtherProxies) -> None:
-        """Stand before an application of this process."""
         self._application, self._others = application, others
         self._merges: dict[tuple[str, str], Callable[[Scope], Awaitable[WorkerPart]]] = {
             ("GET", "/metrics"): self._metrics,
@@ -120,7 +119,6 @@ class AllWorkers:
         return await ResponsePart.begun(partial(self._others.request, number, scope))
 
     async def _part(self, number: int, scope: Scope) -> WorkerPart:
-        """Return a worker's part. Raises RefusalError: the worker does not answer."""
         part = await self._begin(number, scope)
         try:
             return WorkerPart(part.status, part.headers, await whole(part))

@@ -144,7 +144,6 @@ def _grow(lines: Iterable[Json], limit: int) -> tuple[list[_Node], list[tuple[st
 
 
 def _answers(line: Json) -> dict[str, tuple[Json, str]]:
-    """Return the function and the answer of each call, by its ID."""
     functions = {call["id"]: call["function"] for each in line["messages"] for call in each.get("tool_calls") or ()}
     return {
         each["tool_call_id"]: (functions[each["tool_call_id"]], each["content"])

@@ -133,13 +133,11 @@ class _Replay:
                     await self.finish(client, f"/api/v1/tasks/{self.names.task(task)}")
 
     async def walk(self, remaining: Iterator[tuple[RecordedTask, RecordedRollout]]) -> None:
-        """Replay rollouts one after another, until none remains."""
         async with self.connect() as client:
             for task, rollout in remaining:
                 await self.follow(client, task, rollout)
 
     async def follow(self, client: httpx.AsyncClient, task: RecordedTask, rollout: RecordedRollout) -> None:
-        """Make the calls of a rollout in order, and finish it."""
         names = self.names.task(task), self.names.rollout(rollout)
         if rollout.labels:
             begun = {"rollout": names[1], "labels": dict(rollout.labels)}

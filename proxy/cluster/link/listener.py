@@ -102,7 +102,6 @@ class _Greeting(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Close the connection at once."""
         self._transport.abort()
 
     def _greet(self) -> None:

@@ -150,8 +150,6 @@ class PeerConnection(ReaderConnection):
 
 @dataclass(slots=True)
 class _Connections:
-    """The connections to one start of a peer."""
-
     idle: list[PeerConnection] = field(default_factory=list)
     busy: set[PeerConnection] = field(default_factory=set)
     is_watched: bool = False

@@ -105,7 +105,6 @@ class SteadyConnection:
         await self._give_up()
 
     async def _connect(self) -> Connection:
-        """Connect to the server. Raises DatabaseError: the DSN is malformed."""
         try:
             # The encoding is that of `run_prepared`, whatever the database, the URL or the environment says.
             return await psycopg.AsyncConnection.connect(

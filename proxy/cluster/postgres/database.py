@@ -336,12 +336,10 @@ class ClusterDatabase:
 
 
 def _fail(futures: Iterable[asyncio.Future[bool]], error: BaseException) -> None:
-    """Complete futures with an error, except those of callers that have given up."""
     for future in futures:
         if not future.done():
             future.set_exception(error)
 
 
 def _bigint(value: int) -> bytes:
-    """Return a number in PostgreSQL's binary form."""
     return value.to_bytes(8, "big", signed=True)

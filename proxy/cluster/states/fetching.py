@@ -142,7 +142,6 @@ class Fetcher:
         return ""
 
     async def _manifest(self, states: TaskStates, tree: Tree, node: Node, line: Kept) -> StateManifest:
-        """Read and check the manifest of a state. Raises DamagedStateError, ObjectStoreError."""
         manifest = await read_manifest(self._objects, states, line)
         state = manifest.state
         if state.driver != tree.spec.driver:

@@ -90,7 +90,6 @@ class _Chunks:
     _pending: bytearray = field(default_factory=bytearray)
 
     def take(self, view: int) -> tuple[str, bytes] | None:
-        """Return the name and the bytes of the next chunk; None at the end."""
         while len(self._pending) < CHUNK_BYTES and (piece := next(self.pieces, None)) is not None:
             self._digest.update(piece)
             self._pending += piece
@@ -101,7 +100,6 @@ class _Chunks:
 
     @property
     def hexdigest(self) -> str:
-        """SHA-256 of all bytes so far."""
         return str(self._digest.hexdigest())
 
 
@@ -237,7 +235,6 @@ class Sender:
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
     async def _write(self, states: TaskStates, tree: Tree, node: Node, porter: Porter) -> None:
-        """Write a state; see the module, step 3."""
         snapshot, view = self._engine.cache.of(node), states.owned.view
         if snapshot is None:
             return
@@ -254,7 +251,6 @@ class Sender:
         self._engine.counts.states.sent += 1
 
     async def _unit(self, states: TaskStates, porter: Porter, part: str) -> StoredUnit:
-        """Write the chunks of a unit that the store lacks."""
         known = states.units.get(part)
         if known is not None:
             return known

@@ -23,7 +23,6 @@ class SharedStates:
     """Sends, fetches and deletes kept states. Implements `proxy.execution.gate.KeptElsewhere`."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        """Use a store; nothing is kept before `attach`."""
         self._objects = objects
 
     def attach(self, engine: Engine, gate: ClusterGate) -> None:

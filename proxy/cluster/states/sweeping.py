@@ -73,7 +73,6 @@ class Sweeper:
             states.names.pop(node, None)
 
     async def _needed(self, states: TaskStates) -> set[str]:
-        """Return the names of the objects that kept states need."""
         needed: set[str] = set()
         for node, line in tuple(states.kept.items()):
             if node not in states.names:

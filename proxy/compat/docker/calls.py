@@ -75,7 +75,6 @@ class ContainerCalls:
     async def _copy(
         self, rollout: Rollout, call: ToolCall, key: CallKey, path: str, container: Container
     ) -> tuple[int, bytes]:
-        """Return the status and the body of a copy that succeeded."""
         answer = self._answers.of(await self._record(rollout, call, key, None))
         if answer.status == 404:
             raise RefusalError(404, "docker", f"Could not find the file {path} in container {container.id}")

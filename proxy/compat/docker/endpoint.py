@@ -134,7 +134,6 @@ class DockerEndpoint:
         return connection, None if known else self._stream(scope, body, connection)
 
     def _stream_known(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> bool:
-        """Answer a request that needs no await; return False for any other."""
         try:
             return self._api.stream_known(self._address_of(scope), body, connection)
         except Exception as error:  # noqa: BLE001 - `stream` meets the same error again, and reports it
@@ -142,7 +141,6 @@ class DockerEndpoint:
             return False
 
     async def _stream(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> None:
-        """Answer a request whose connection has become a stream, and close the connection."""
         self._open_streams += 1
         try:
             self._require_free_stream()
@@ -161,7 +159,6 @@ class DockerEndpoint:
             )  # fmt: skip
 
     async def _report(self, scope: Mapping[str, Any], error: Exception, connection: StreamConnection) -> None:
-        """Report an error: in the stream if it is open, else as an HTTP response."""
         problem = failed_call(scope, error, self._count)
         if not connection.opened and _shows_no_response(scope) and self._api.fail_exec(self._address_of(scope)):
             connection.open(tty=connection.tty)

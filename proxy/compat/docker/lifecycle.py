@@ -99,7 +99,6 @@ class ContainerLifecycle:
             raise
 
     async def _lose_all(self, rollout: Rollout, why: str) -> None:
-        """Note that a state is lost, and with it the containers that were in it."""
         for container in self._registry.of_rollout(rollout):
             await self._lose(container, why)
 

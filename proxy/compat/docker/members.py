@@ -94,7 +94,6 @@ def member(
 
 
 def _refuse(name: str, host: Mapping[str, Any], labels: Mapping[str, str]) -> None:
-    """Refuse what a service of one sandbox cannot have."""
     if str(labels.get(_ONE_OFF, "")).lower() == "true":
         raise RefusalError(
             400, "docker", "Forkpoint has no `docker compose run`: a project is one state. Use `docker compose exec`."
@@ -107,7 +106,6 @@ def _refuse(name: str, host: Mapping[str, Any], labels: Mapping[str, str]) -> No
 
 
 def _health(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the test of a health check; empty if there is none."""
     for source in (body, config):
         test = (source.get("Healthcheck") or {}).get("Test") or ()
         if test:
@@ -138,7 +136,6 @@ def _depends_on(name: str, labels: Mapping[str, str], running: Collection[str]) 
 
 
 def _mounts(host: Mapping[str, Any], volumes: Mapping[str, str]) -> dict[str, str]:
-    """Return the path of each named volume, by the volume's name in the spec."""
     paths: dict[str, str] = {}
     for source, target in mounts_of(host).volumes:
         if source not in volumes:

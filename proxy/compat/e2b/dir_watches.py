@@ -63,7 +63,6 @@ class DirWatches:
         return watch
 
     async def _events(self, rollout: Rollout, watch: int) -> list[dict[str, str]]:
-        """Return the events since the last request for them."""
         self._processes.follower.catch_up(rollout)
         call = poll_call(watch)
         self._step.detach(rollout)

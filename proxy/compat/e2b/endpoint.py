@@ -260,7 +260,6 @@ def _start_key(request: Request, spec: EnvironmentSpec, note: SandboxNote) -> Ca
 
 
 def _with_variables(start: ProcessStart, note: SandboxNote) -> ProcessStart:
-    """Return a start with the sandbox's variables. The request's own win over them."""
     arguments = start.call.arguments
     return replace(start, call=replace(start.call, arguments={**arguments, "env": {**note.envs, **arguments["env"]}}))
 

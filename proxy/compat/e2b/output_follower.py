@@ -221,7 +221,6 @@ class OutputFollower:
         return 0.0 < followed.blocked_s < MAX_BLOCKED_S
 
     async def _poll_all(self, followed: FollowedRollout) -> bool:
-        """Poll every followed process once; return whether a poll returned output."""
         produced = False
         for pid in sorted(followed.processes):
             call = poll_call(pid)

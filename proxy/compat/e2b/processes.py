@@ -114,7 +114,6 @@ class ProcessRun:
 
 
 def _target(task: asyncio.Task[Answer]) -> Node | None:
-    """Return the node that a completed start led to; None if the start failed."""
     failed = task.cancelled() or task.exception() is not None
     return None if failed else task.result().record.target
 

@@ -156,7 +156,6 @@ class HarnessEndpoint:
         return [response for response in responses if response is not None]
 
     def _position(self, task_name: str, name: str) -> tuple[Tree, Node]:
-        """Return where a rollout is, or was when it ended."""
         context = self._context
         if (running := context.tasks.rollouts.running.get((task_name, name))) is not None:
             return running.tree, running.node

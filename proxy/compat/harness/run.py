@@ -165,7 +165,6 @@ class Run:
         )
 
     def _keeping(self, answer: Answer) -> asyncio.Task[str] | None:
-        """Begin to keep the state after a turn, if it is to be kept."""
         is_kept = answer.outcome is not Outcome.HIT and self._is_kept(answer.record.target)
         return start(self._keep(answer.record.target)) if is_kept else None
 

@@ -160,7 +160,6 @@ def _is_empty(value: Any) -> bool:
 
 
 def _kept(value: Any) -> Any:
-    """Return a value without what engines draw."""
     if isinstance(value, dict):
         return {
             name: member if name in _SAID else _kept(member) for name, member in value.items() if name not in _DRAWN

@@ -131,7 +131,6 @@ class Chains:
         return self._clients.setdefault(tree.id, _Clients())
 
     def _path(self, tree: Tree, request: CacheRequest) -> list[Record]:
-        """Return the records of the longest known prefix of a chain."""
         path, node = list[Record](), tree.root
         for text in request.chain:
             record = self._readable(tree, node, key_of(text, whole=request.whole))
@@ -193,5 +192,4 @@ class Chains:
 
 
 def _digest(node: Node) -> bytes:
-    """Return the digest of a state. The root has none before a sandbox there was frozen."""
     return ROOT.exact if node.state is None else node.state.exact

@@ -74,7 +74,6 @@ class TvcacheEndpoint:
         return chains.all_sandboxes(task)
 
     async def _task(self, request: CacheRequest) -> Task | None:
-        """Return the task of a request; None if there is none and the request reports nothing."""
         tasks = self._context.tasks
         if self._context.store.tasks.get(request.task) is None:
             if request.verb in _UNKNOWN:

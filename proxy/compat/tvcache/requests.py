@@ -119,7 +119,6 @@ def _reported(fields: dict[str, Any], length: int) -> tuple[Reported, ...]:
 
 
 def _answer(value: Any) -> bytes | None:
-    """Return an answer as JSON; None for a failure of the client's sandbox, and for no answer."""
     return None if value is None or (isinstance(value, str) and value.startswith(_FAILED)) else _json(value)
 
 

@@ -23,8 +23,6 @@ _EVERY_S = 10.0
 
 @dataclass(slots=True)
 class _Walker:
-    """A rollout, the record of its latest request, and when that came."""
-
     rollout: Rollout
     latest: Record | None
     used_at: float

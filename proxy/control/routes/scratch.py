@@ -170,7 +170,6 @@ async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Termi
 
 
 async def _forward(websocket: WebSocket, terminal: Terminal, control: ControlPlane) -> None:
-    """Forward bytes both ways until the shell ends, the client disconnects, or the proxy shuts down."""
     ends = {
         start(_send_output(websocket, terminal)),
         start(_receive_input(websocket, terminal)),
@@ -203,7 +202,6 @@ async def _receive_input(websocket: WebSocket, terminal: Terminal) -> None:
 
 
 def _resize(terminal: Terminal, text: str) -> None:
-    """Resize the terminal as a text message requests; other messages are ignored."""
     with contextlib.suppress(orjson.JSONDecodeError, KeyError, TypeError, ValueError):
         columns, rows = orjson.loads(text)["resize"]
         if isinstance(columns, int) and isinstance(rows, int):
