@@ -5,9 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = re.compile(r"\$(?:\$|\{(?P<braced>\w+)(?:(?P<how>:?[-?+])(?P<other>[^}]*))?\}|(?P<bare>[A-Za-z_]\w*))")
-"""Matches a variable as compose files write it, and two dollars."""
 _LINE = re.compile(r"\s*(?:export\s+)?([A-Za-z_][\w.]*)\s*=\s*(.*?)\s*")
-"""Matches a variable in a file of variables."""
 _DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s)?")
 _SIZE = re.compile(r"([0-9.]+) *([bkmg]?)(?:i?b)?")
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import orjson
 
 MEDIA_TYPE = "application/problem+json"
-"""The media type of problem details (RFC 9457)."""
 
 
 MARKS_HEADER = b"x-forkpoint-marks"

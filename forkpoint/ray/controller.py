@@ -15,7 +15,6 @@ from forkpoint.ray.proxy_actor import ProxyActor, ProxyPlan, load_little
 NAMESPACE = "forkpoint"
 """Ray's namespace of our actors, so that drivers with any namespace find them."""
 CONTROLLER = "controller"
-"""Name of this actor."""
 EVERY_S = 1.0
 """How often the nodes are looked at. A node that joins has its proxy about this much later."""
 AGAIN_S = 30.0

@@ -15,9 +15,7 @@ from proxy.address import read_address
 from proxy.cli.text import printable
 
 DEFAULT_DATA = Path("forkpoint-data")
-"""The data directory of `forkpoint serve` by default."""
 REQUEST_S = 30.0
-"""Timeout of an ordinary request, in seconds."""
 PAGE = 1000
 """Items of a page, the most that the proxy gives in one."""
 LONG_S = 600.0

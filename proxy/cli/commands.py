@@ -46,7 +46,6 @@ _COMMANDS: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "cluster", operating.cluster, "forkpoint cluster drain worker-3"),
     (OPERATE, "backup", data_directory.backup, "forkpoint backup monday.backup --snapshots"),
 )
-"""Group, name, function and example of each command that talks to a running proxy."""
 _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (RUN, "launcher", launching.launcher, "forkpoint launcher --user forkpoint --data /var/lib/forkpoint"),
     (RUN, "up", launching.up, "forkpoint up --ray"),
@@ -55,7 +54,6 @@ _OFFLINE: tuple[tuple[str, str, Callable[..., None], str], ...] = (
     (OPERATE, "restore", data_directory.restore, "forkpoint restore monday.backup --data restored"),
     (OPERATE, "upgrade", data_directory.upgrade, "forkpoint upgrade --check --data forkpoint-data"),
 )
-"""Group, name, function and example of each command that talks to no proxy."""
 
 
 def add_commands(app: typer.Typer) -> None:

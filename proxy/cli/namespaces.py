@@ -20,7 +20,6 @@ _CONTROLS = {
 """Files below /proc/sys that decide who may make user namespaces."""
 _CONTAINER = "In a container, give it the rights that docs/deploying.md lists for the driver local."
 PROFILE = "forkpoint"
-"""The name of the AppArmor profile."""
 _PROBE = """\
 from sandboxes.linux import syscalls as kernel
 kernel.unshare({flags})

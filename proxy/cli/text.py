@@ -1,9 +1,7 @@
 """Output of tools and agents, escaped for the terminal. Pure."""
 
 ELLIPSIS = "…"
-"""Ends a text that was cut."""
 SIGNS = {"\n": "⏎", "\t": "→"}
-"""Visible signs for line breaks and tabs."""
 
 
 def printable(text: str) -> str:

@@ -51,7 +51,6 @@ class Deleted(NamedTuple):
 
 
 Line = Copy | ForgottenRows | Deleted | Stepped | Ended | Kept | Unkept
-"""A line. The position and the call of a `Stepped` are parts of its array."""
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {

@@ -11,7 +11,6 @@ from proxy.refusals import RefusalError
 from sandboxes.task_owner import TaskOwner
 
 Append = Callable[[str, int, bytes], Awaitable[bool]]
-"""Writes a row of a task's log; returns False if the task has another owner."""
 
 
 class DroppedError(RefusalError):

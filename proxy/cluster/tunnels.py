@@ -48,7 +48,6 @@ class Tunnels:
     """Brings connections to the owners of their tasks. Implements `proxy.dataplane.handover.Handover`."""
 
     make_peer: Callable[..., asyncio.Protocol]
-    """Makes the protocol of a connection of a peer, given its state."""
 
     def __init__(self, member: Member, forwarder: Forwarder, find: Callable[[Scope], NamedTask | None]) -> None:
         """Bring the connections of a member's agents. `find` returns the task of a request, or raises RefusalError."""

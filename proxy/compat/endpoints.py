@@ -27,7 +27,6 @@ from sandboxes.driver import Driver
 from sandboxes.plugins import ENDPOINTS, installed, load
 
 RequestScope = Mapping[str, Any]
-"""The ASGI scope of one HTTP request."""
 
 
 @dataclass(frozen=True, slots=True)

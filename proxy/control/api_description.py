@@ -25,7 +25,6 @@ TAGS: list[dict[str, Any]] = [
 ]
 """The groups of operations, in the order of the documentation."""
 METHODS = ("get", "put", "post", "patch", "delete")
-"""The HTTP methods of operations."""
 _EXAMPLES = Path(__file__).with_name("api_examples.json")
 
 

@@ -16,7 +16,6 @@ from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.video.driver import VideoDriver
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-"""The media type of Prometheus' text format."""
 
 
 class _Totals(Collector):

@@ -25,7 +25,6 @@ Parse = Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall]
 """Takes method, path below the endpoint, query, body and environment; returns the call or raises `RefusalError`."""
 
 DIALECTS: Mapping[str, Parse] = {"shell": shell.parse, "sql": sql.parse}
-"""The built-in endpoints by name."""
 
 
 class BuiltIn(Dialect):

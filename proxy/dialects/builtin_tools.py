@@ -198,7 +198,6 @@ _VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
 # -- all -------------------------------------------------------------------------------------------------------------
 
 TOOLS: tuple[McpTool, ...] = (*_SHELL, *_SQL, *_VIDEO)
-"""All built-in tools, in the order in which they are listed."""
 
 
 def of(spec: EnvironmentSpec) -> dict[str, McpTool]:

@@ -41,7 +41,6 @@ HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
 _JSON = (("content-type", "application/json"),)
 _STREAM = (("content-type", "text/event-stream"), ("cache-control", "no-cache"))
 SESSION = "mcp-session-id"
-"""The header that names a session, which is the rollout."""
 _LISTS = {
     "tools/list": "tools",
     "resources/list": "resources",

@@ -20,7 +20,6 @@ MAX_COMMAND_BYTES = 1 << 20
 MAX_TIMEOUT_S = 86_400.0
 """Limits the timeout of a command: a day, longer than any step of an agent."""
 SESSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-"""Matches names of shell sessions."""
 _SESSION = re.compile(SESSION_PATTERN)
 _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 

@@ -23,7 +23,6 @@ from sandboxes.spec import EnvironmentSpec
 MAX_SAMPLES, MAX_TILES, MAX_TEXT = 64, 36, 4000
 """Limit the pictures of one response, the tiles of a contact sheet, and the characters of a question."""
 _NUMBER = re.compile(r"([0-9]{1,9})$")
-"""Matches the number at the end of a rollout's name."""
 
 
 class _VideoArguments(BaseModel):
@@ -150,11 +149,9 @@ TOOLS: dict[str, VideoTool] = {
     ),
 }
 CHANGING = frozenset({"load_video", "preprocess"})
-"""Tools that change the state."""
 SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
 """Tools whose answers are sampled from a model. A task may want several answers to each call (`variants`)."""
 LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items()]
-"""The entries of `GET tools`."""
 
 
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:

@@ -26,7 +26,6 @@ _LOOK_S = 0.05
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 Work = Callable[[int, Callable[[], None]], None]
-"""What a worker does, given its number and what it calls when it answers requests."""
 
 
 class WorkerFailedError(RuntimeError):

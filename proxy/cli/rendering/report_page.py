@@ -62,7 +62,6 @@ _CALL_COLUMNS: tuple[Column, ...] = (
     ("task", lambda call: str(call["task"])),
     ("states", lambda call: f"{call['states']:,}" + f" ({call['differing']:,} differ)" * (call["differing"] > 0)),
 )
-"""The columns of the calls whose executions took longest."""
 ARM_COLUMNS: tuple[Column, ...] = (
     ("cache", lambda arm: str(arm["cache"])),
     ("executed calls", lambda arm: f"{arm['executed']:,}"),
@@ -70,7 +69,6 @@ ARM_COLUMNS: tuple[Column, ...] = (
     ("hit rate", lambda arm: f"{arm['hit_rate']:.1%}"),
     ("wrong answers", lambda arm: f"{arm['wrong']:,}"),
 )
-"""The columns of the comparison with other caches."""
 
 
 def columns_of(report: Json) -> tuple[Column, ...]:

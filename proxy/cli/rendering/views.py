@@ -12,7 +12,6 @@ from proxy.cli.rendering.tree import describe
 from proxy.cli.text import printable, shortened
 
 _SPARKS = " ▁▂▃▄▅▆▇█"
-"""Bars of a timeline, by height."""
 _STYLES = {"hit": "green", "wait": "cyan", "miss": "yellow", "bypass": "magenta"}
 _TOP_TASKS = 15
 """How many tasks `forkpoint top` shows."""

@@ -48,7 +48,6 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "refusals": ("refused, retried", "{:,}"),
     "errors": ("errors", "{:,}"),
 }
-"""The rows of the table in order: the member of `Figures`, its label and its format."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,9 +19,7 @@ NONCE_BYTES = 32
 _HELLO = struct.Struct("!4sHQQ?")
 _MAGIC = b"FKPT"
 HELLO_BYTES = _HELLO.size + NONCE_BYTES
-"""Size of a greeting."""
 PROOF_BYTES = sha256().digest_size
-"""Size of a proof."""
 
 
 class GreetingError(RuntimeError):

@@ -47,9 +47,7 @@ PEER = "forkpoint.peer"
 TUNNEL = "forkpoint.tunnel"
 """The key of a `Tunnelled` in the `state` of the requests on the connection of an agent's stream."""
 ASK = "/peer"
-"""Path of the questions that members ask each other."""
 PING_S = 0.5
-"""Interval at which a peer is asked whether it lives, in seconds."""
 SILENT_S = 2.0
 """Seconds without an answer to that after which a peer is dead. Below a lease, so that a new owner gets the requests in
 time."""

@@ -17,7 +17,6 @@ from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import LocalStore, from_url
 
 SCHEMES = ("s3", "gs", "az", "azure", "abfs", "abfss")
-"""Schemes of the URLs that name a bucket."""
 OBJECT_PATIENCE_S = 30.0
 """How long one object of at most `manifests.CHUNK_BYTES` may take, in seconds: enough for 2 Mbit/s."""
 

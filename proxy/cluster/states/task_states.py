@@ -10,7 +10,6 @@ from proxy.cluster.states.manifests import ChunkRef, StateManifest, folder_of
 from proxy.transfer.state_records import UnitRef
 
 StoredUnit = tuple[UnitRef, tuple[ChunkRef, ...]]
-"""A unit, and the chunks that it consists of."""
 
 
 @dataclass(eq=False)

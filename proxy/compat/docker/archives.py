@@ -21,7 +21,6 @@ _GO_TYPES = {
 }  # fmt: skip
 """Bits of Go's os.FileMode for each Unix file type (Go documentation, io/fs.FileMode)."""
 _GO_BITS = ((stat.S_ISUID, 1 << 23), (stat.S_ISGID, 1 << 22), (stat.S_ISVTX, 1 << 20))
-"""The setuid, setgid and sticky bits: Unix's and Go's."""
 
 
 def extract_key(call: ToolCall) -> CallKey:

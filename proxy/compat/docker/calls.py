@@ -19,7 +19,6 @@ from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
 
 NoteLoss = Callable[[Rollout, str], Awaitable[None]]
-"""Notes that the state of a rollout is lost, and why."""
 
 
 class ContainerCalls:

@@ -48,7 +48,6 @@ NEXT: StateTable[ContainerState, ContainerChange] = {
     # Two requests may notice at the same time that the rollout is finished.
     (ContainerState.REMOVED, ContainerChange.REMOVE): ContainerState.REMOVED,
 }
-"""The state after each change."""
 
 
 class ExecState(Enum):

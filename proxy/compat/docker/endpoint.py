@@ -22,7 +22,6 @@ from proxy.http.problems import failed_call
 from proxy.refusals import Problem, RefusalError
 
 _STREAM_PATHS = re.compile(rb"/docker(?:/v[0-9.]+)?/(?:exec/[^/]+/start|containers/[^/]+/attach)/?")
-"""Paths of requests whose connection may become a stream."""
 _COMMAND_LINES = (b"Docker-Client/", b"compose/")
 """How the user agents of Docker's command line and of its plugin for compose begin."""
 _NAME = "docker"

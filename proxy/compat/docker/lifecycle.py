@@ -48,7 +48,6 @@ _NOT_MODIFIED = Local(304, headers=())
 log = structlog.get_logger()
 
 SendPiece = Callable[[bytes], Awaitable[None]]
-"""Sends a piece of a response, and waits until the client accepts more."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from sandboxes.server_spec import MAIN
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 """Labels that compose gives its containers; networks and volumes have the first one, too."""
 VOLUME = "com.docker.compose.volume"
-"""The label of a volume with its name in the compose file."""
 OUTPUT = "/.output"
 """The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call like others.
 """
@@ -33,7 +32,6 @@ _HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
 """A name on the network, as a spec's `aliases` have it."""
 _HERE = frozenset({"127.0.0.1", "::1"})
 _SHORT_ID = re.compile(r"[0-9a-f]{12}")
-"""The beginning of a container's ID, as clients show it."""
 _NS = 10**9
 _READY_S = (60.0, 600.0)
 """Shortest and longest time that a service gets to become ready: the spec's default and its limit."""

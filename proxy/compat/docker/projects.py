@@ -23,7 +23,6 @@ from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
 
 Begin = Callable[[EnvironmentRequest], Awaitable[Rollout]]
-"""Begins the rollout of a project."""
 
 
 @dataclass(slots=True, eq=False)

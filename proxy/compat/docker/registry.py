@@ -17,7 +17,6 @@ from proxy.storage.store import Store
 from proxy.tree.rollout import Rollout
 
 _STORED = ("id", "name", "owner", "created_at", "state", "exit_code", "started_at", "finished_at")
-"""Attributes of a container that are stored."""
 _STORED_OF_SPEC = ("image", "image_id", "main", "user", "tty", "stdin", "auto_remove", "background", "body")
 """Attributes of a container's spec that are stored, below the member `made`."""
 _STORED_OF_MEMBER = ("project", "service")

@@ -27,7 +27,6 @@ ENGINE = "25.0.5"
 _VERSION = re.compile(r"v(\d{1,3})\.(\d{1,3})")
 """The first segment of a path that names a version of the API."""
 _NAME = re.compile(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]+")
-"""Docker's rule for container names."""
 
 
 @dataclass(frozen=True, slots=True)

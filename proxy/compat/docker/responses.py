@@ -21,7 +21,6 @@ _ABOUT = (("api-version", f"{API[0]}.{API[1]}"), ("docker-experimental", "false"
           ("server", f"Docker/{ENGINE} (forkpoint)"))  # fmt: skip
 """Headers that describe the engine; clients negotiate the version of the API with them."""
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""Docker's name of each machine architecture."""
 
 
 def json_response(value: Any, status: int = 200, headers: Headers = ()) -> Local:

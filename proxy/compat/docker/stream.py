@@ -38,7 +38,6 @@ Docker's Python SDK reads the head through a buffer of this size and the stream 
 after the head is lost. A head that fills the buffer leaves no room, and the output follows `HEAD_PAUSE_S` later.
 """
 _UPGRADED = "HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
-"""The status and headers with which Docker accepts an upgrade."""
 _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 
 

@@ -12,13 +12,10 @@ from proxy.refusals import Problem, RefusalError
 from sandboxes.tool_clients.json_text import parse_json
 
 STREAM = "application/connect+json"
-"""Content type of streams."""
 UNARY = "application/json"
-"""Content type of requests and responses with one message."""
 MAX_TIMEOUT_MS = 86_400_000
 """Longest timeout that is honoured, one day: the longest that E2B gives a sandbox."""
 _HEADER = struct.Struct(">BI")
-"""The head of an envelope: flags, and the length of the message."""
 _COMPRESSED, _END = 1, 2
 _STATUS = {
     "canceled": 499, "invalid_argument": 400, "deadline_exceeded": 504, "not_found": 404, "already_exists": 409,

@@ -35,7 +35,6 @@ from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 
 StreamRequest = ProcessStart | ProcessRequest | WatchRequest
-"""Requests whose response may be a stream."""
 _ENVD_VERBS = ("health", "envs", "init")
 """REST requests that go to envd in the sandbox, not to the control plane."""
 

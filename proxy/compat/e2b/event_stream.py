@@ -24,7 +24,6 @@ DEADLINE_MARGIN_S = 0.5
 """How much earlier than ours a client's deadline may pass: its clock started before the request arrived here."""
 
 StreamForm = Literal["process", "terminal", "watch"]
-"""Which kind of events a stream carries."""
 _HEAD = [(b"content-type", connect.STREAM.encode())]
 
 

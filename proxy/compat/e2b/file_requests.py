@@ -15,7 +15,6 @@ from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 
 MAX_ENTRY_DEPTH = 64
-"""Largest depth of a directory listing."""
 MAX_UNZIPPED_BYTES = 64 << 20
 """Largest size of a gzipped upload after decompression: that of other bodies (`max_body_bytes`, by default)."""
 

@@ -40,7 +40,6 @@ START_EVENT_S = 5.0
 _RESPONSES_BYTES = 32 << 20
 """Memory of whole responses to starts that the tree knows."""
 LIST = ToolCall("process", "list", {})
-"""The call that lists the background processes of a sandbox."""
 
 
 def pid_of(node: Node, key: CallKey) -> int:

@@ -27,7 +27,6 @@ ENVD_PORT = "49983"
 DEFAULT_PROCESS_S = 86_400.0
 """Time limit of a process whose client sets none: the longest life of an E2B sandbox."""
 _STREAMS = frozenset({"Start", "Connect", "StreamInput", "WatchDir"})
-"""Methods whose request and response are Connect streams."""
 _SIGNALS = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9, 15: 15, 9: 9}
 """The signals that envd sends, by name or by number."""
 _HOST = re.compile(r"([0-9]{1,5})-([A-Za-z0-9][A-Za-z0-9_-]*)\.")
@@ -65,7 +64,6 @@ class ProcessRequest:
 
 
 E2BRequest = ControlRequest | ProcessStart | ProcessRequest | CallsRequest | WatchRequest
-"""A parsed request of any kind."""
 
 
 def is_connect(request: Request) -> bool:

@@ -20,9 +20,7 @@ ENVD_VERSION = "0.6.1"
 MAX_EVENT_BYTES = 1 << 16
 """Largest piece of output in one event, before base64. Larger output is cut, so that no message is large."""
 _STREAMS = {OUT: "stdout", ERR: "stderr"}
-"""envd's name of each stream of output."""
 _TYPES = {"file": "FILE_TYPE_FILE", "directory": "FILE_TYPE_DIRECTORY", "symlink": "FILE_TYPE_SYMLINK"}
-"""envd's name of each file type."""
 _CODES = {
     "not_found": "not_found", "exists": "already_exists", "invalid": "invalid_argument", "denied": "permission_denied",
     "user": "unauthenticated",
@@ -31,7 +29,6 @@ _CODES = {
 _CANNOT_START = (b"OCI runtime exec failed: ", b"unable to find ")
 """How the sandbox's message begins if a process could not be started."""
 _SIGNAL_NAMES = {2: "interrupt", 9: "killed", 15: "terminated"}
-"""Go's names of the signals that end most processes."""
 
 ProcessEvent = dict[str, Any]
 """One message of a stream, as JSON."""
@@ -51,11 +48,8 @@ def started(pid: int) -> ProcessEvent:
 
 
 KEEPALIVE: ProcessEvent = {"event": {"keepalive": {}}}
-"""Sent in the silence of a process."""
 WATCH_STARTED: ProcessEvent = {"start": {}}
-"""The first event of a watch."""
 WATCH_KEEPALIVE: ProcessEvent = {"keepalive": {}}
-"""Sent in the silence of a watch."""
 
 
 def output_events(kind: int, data: bytes, *, terminal: bool) -> Iterator[ProcessEvent]:

@@ -51,4 +51,3 @@ class SandboxNote:
 _RENAMED = {"started_at": "started", "ends_at": "ends", "timeout_s": "seconds"}
 """Attributes whose stored name is another one, because it is older."""
 _STORED_NAMES = {attribute.name: _RENAMED.get(attribute.name, attribute.name) for attribute in fields(SandboxNote)}
-"""The name of each attribute in the stored JSON."""

@@ -16,7 +16,6 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.errors import NotFreezableError
 
 _SNAPSHOT_ID = re.compile(r"n([0-9]{1,18})")
-"""The ID of a snapshot; the group is the number of its node."""
 
 
 def is_snapshot(template: str) -> bool:

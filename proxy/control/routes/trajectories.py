@@ -12,7 +12,6 @@ from proxy.names import NAME_PATTERN
 from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, count_rollouts, trajectories
 
 MEDIA_TYPE = "application/jsonl"
-"""The media type of JSON Lines."""
 RolloutQuery = Annotated[str | None, Query(pattern=NAME_PATTERN, description="Only rollouts of this name.")]
 AnswerBytes = Annotated[
     int, Query(ge=0, le=1 << 30, description="Longest answer in bytes; longer ones are cut and marked.")

@@ -21,9 +21,7 @@ from proxy.storage.backup import back_up, known_nodes
 from proxy.transfer.backup import pieces
 
 MEDIA_TYPE = "application/x-tar"
-"""The media type of an exported tree."""
 BACKUP_TYPE = "application/vnd.sqlite3"
-"""The media type of a backup (registered with IANA)."""
 _BODY: dict[str, Any] = {
     "requestBody": {
         "required": True,
