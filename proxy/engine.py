@@ -147,10 +147,7 @@ class Engine:
             self.gate.edits.changed(tree, [node])
 
     async def open(self) -> None:
-        """Read back what earlier processes left, remove what a kill left half-done, start the background work.
-
-        Raises StoreError, SandboxError or OSError if the data directory or this machine cannot be used.
-        """
+        """Read what earlier processes left, and start background work. Raises StoreError, SandboxError or OSError."""
         for driver in self.drivers.values():
             await driver.open()
         self.transfer.open()
@@ -222,10 +219,7 @@ class Engine:
         )
 
     async def aclose(self) -> None:
-        """Let the calls in flight end, write what is known, and leave no sandbox behind.
-
-        Each stage has a limit; see `EngineEnd`. An error of one is raised when all of them are over.
-        """
+        """Let calls in flight end, write what is known, and leave no sandbox; each stage has a limit (`EngineEnd`)."""
         self.lifecycle.ready = False
         self.lifecycle.hang_up()
         ending = EngineEnd(self.counts.failure)
@@ -299,10 +293,7 @@ def build_engine(
     block: int = 0,
     share: Share | None = None,
 ) -> Engine:
-    """Create the parts of an engine and connect them; `block` is of the store's numbers, see `StoreDatabase`.
-
-    Raises StoreError if the store cannot be used, and SystemExit if a setting needs a library that is not installed.
-    """
+    """Create the parts of an engine and connect them. Raises StoreError, or SystemExit if a library is missing."""
 
     def fold(steps: list[JournalEntry]) -> None:
         store.rollouts.fold(steps)

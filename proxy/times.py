@@ -10,10 +10,7 @@ _LAST = 253_402_300_799.0
 
 
 def utc_text(seconds: float) -> str:
-    """Return a time in UTC with microseconds, such as `2026-11-22T21:28:03.125042Z`; texts sort as the times do.
-
-    Times beyond the years 1970 to 9999, which an imported tree may claim, are cut.
-    """
+    """Return a time in UTC with microseconds; texts sort as times do. Times beyond 1970 to 9999 are cut."""
     known = datetime.fromtimestamp(min(max(seconds, 0.0), _LAST), UTC)
     return known.isoformat(timespec="microseconds").replace("+00:00", "Z")
 

@@ -97,12 +97,7 @@ class Auditor:
         quarantine: bool,
         gate: Gate | None = None,
     ) -> None:
-        """Create an auditor that does nothing until a hit is sampled or an audit is requested.
-
-        `busy` counts the calls of rollouts in flight, and `find` returns a tree in memory by its number. A `share` of
-        the hits, from 0 to 1, is checked in the background. With `quarantine`, calls that differ run again for every
-        rollout.
-        """
+        """Create an auditor. A `share` of the hits is checked; with `quarantine`, what differs runs again for all."""
         self._restorer, self._store, self._counts, self._busy, self._find = restorer, store, counts, busy, find
         self._roots = roots
         self._share, self.quarantine, self._gate = share, quarantine, gate
@@ -116,10 +111,7 @@ class Auditor:
     def begin(
         self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None, before: float = math.inf
     ) -> Tally:
-        """Start to check a sample, drawn by a seed, of the calls below the node `top` that were recorded `before`.
-
-        A sample of None checks all. The returned tally grows. Raises RefusalError (409) if an audit of the tree runs.
-        """
+        """Start to check a sample of the calls below a node; the returned tally grows. Raises RefusalError (409)."""
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
         draw = self._random if seed is None else random.Random(seed)  # noqa: S311 - a sample, no secret

@@ -50,10 +50,7 @@ class ControlClient:
         self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1/", headers=self.headers)
 
     def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
-        """Return the JSON of a response, None if empty; a failed request ends the command with its error.
-
-        The path's segments, below `/api/v1/`, are quoted. `more` are arguments of `httpx.Client.request`.
-        """
+        """Return the JSON of a response, None if empty; a failed request ends the command with its error."""
         with self._reporting(), self._client(timeout=within_s) as client:
             response = client.request(method, _joined(path), **more)
         self._require_success(response)

@@ -5,10 +5,7 @@ SIGNS = {"\n": "⏎", "\t": "→"}
 
 
 def printable(text: str) -> str:
-    """Return text in one line, without characters that control a terminal.
-
-    Line breaks and tabs become visible signs. Every other unprintable character becomes its Python escape.
-    """
+    """Return text in one line, without characters that control a terminal: they become visible signs or escapes."""
     return "".join(
         SIGNS.get(sign) or (sign if sign.isprintable() else sign.encode("unicode_escape").decode()) for sign in text
     )

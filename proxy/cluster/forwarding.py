@@ -131,10 +131,7 @@ class Forwarder:
 
 
 class Relay:
-    """The response of a peer, on its way to an agent. Implements `Listener`.
-
-    The agent gets a response with a length when it is whole. Any other one is a stream.
-    """
+    """A response of a peer, on its way to an agent: whole if it has a length, else a stream. Implements `Listener`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -162,10 +162,7 @@ class Member:
         return True
 
     async def give(self, name: str, view: int, target: int | None = None) -> bool:
-        """Let another member take a task over from a view (0: it had none); return whether one did.
-
-        Without a target, those with few tasks are asked first. Raises DatabaseError.
-        """
+        """Let `target`, or a member with few tasks, take a task over from a view (0: none); return whether one did."""
         if target is None:
             members = sorted((count, peer) for peer, count in await self.database.members() if peer.alive)
             numbers = [peer.number for _, peer in members if peer.number != self.number]
@@ -201,10 +198,7 @@ class Member:
         return await self.hand_over(tasks, partial(self.give, target=target))
 
     async def hand_over(self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]") -> DrainAnswer:
-        """Hand tasks of this member over, one after the other. A task that no member takes over stays.
-
-        A call that still runs after `LEAVE_S` is made again by the next owner, and recorded once.
-        """
+        """Hand tasks over, one by one. Calls that run after `LEAVE_S` are made again by the next owner."""
         clock = asyncio.get_running_loop().time
         handed, until, left_s = 0, clock() + LEAVE_S, SEND_S
         for owned in tasks:

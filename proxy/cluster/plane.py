@@ -258,10 +258,7 @@ class ClusterPlane(DataPlane):
 
     @override
     def takes_connection(self, scope: Scope, body: bytes) -> bool:
-        """See `DataPlane.takes_connection`: a stream of an agent goes to the owner, where its tunnel must end.
-
-        Any other request of a peer is answered as a call, with 421 if it is for another owner.
-        """
+        """Take a tunnel only at the owner of its task; other requests of a peer are answered as calls."""
         if not super().takes_connection(scope, body) or PEER in scope["state"]:
             return False
         if TUNNEL not in scope["state"]:

@@ -26,10 +26,7 @@ class ScratchForks:
 
     @asynccontextmanager
     async def at(self, tree: Tree, node: Node) -> AsyncIterator[Sandbox]:
-        """Yield a sandbox in a node's state; it is closed after the block.
-
-        Raises RefusalError if the node was forgotten (409), or too many forks are open (429); else as `Restorer.fork`.
-        """
+        """Yield a sandbox in a node's state, closed after the block. Raises as `Restorer.fork`, and RefusalError."""
         if node.detached:
             raise RefusalError(409, "forgotten", f"node n{node.id} was forgotten. Choose another node.")
         if self.open >= self._max_open:

@@ -119,10 +119,7 @@ def _summary(
 
 
 def title_of(spec: EnvironmentSpec, default: EnvironmentSpec, template: str | None = None) -> str:
-    """Return an environment as a title: driver, image and directory, then what differs from the default (pure).
-
-    Variables and files appear by name only, because their values may be long or secret.
-    """
+    """Return an environment as a title: what differs from the default, variables and files by name only (pure)."""
     base = spec.image or (spec.base if spec.driver == "local" else ", ".join([*spec.databases, *spec.upstreams]))
     shown = _IN_EVERY_TITLE if spec.driver in SERVER_DRIVERS else _IN_EVERY_TITLE | _IN_OTHER_TITLES
     parts = [template or "", f"{spec.driver} {base}".strip()]

@@ -45,10 +45,7 @@ class Reader:
     def tree(
         self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int, own: OwnPart | None = None
     ) -> TreeView:
-        """Return a view of a subtree, of at most `limit` nodes. `depth` counts the levels below `top`; None for all.
-
-        With `own`, other nodes and observations are left out.
-        """
+        """Return a view of a subtree of at most `limit` nodes and `depth` levels (None: all); with `own`, that part."""
         nodes: list[NodeView] = []
         truncated = False
         rollouts = rollouts_by_node(task)
@@ -97,10 +94,7 @@ class Reader:
         return CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
-        """Return a page of the calls of a rollout as the store has it, by turn.
-
-        A call whose record was forgotten since keeps its turn and outcome, and has no call and no node.
-        """
+        """Return a page of the calls of a rollout; one whose record was forgotten has only its turn and outcome."""
         end, values = wanted.sql("turn")
         rows = self._store.rollouts.steps(rollout["id"], end, values)
         aside = {record.id: record for record in tree.aside}

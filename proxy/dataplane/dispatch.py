@@ -325,10 +325,7 @@ M = TypeVar("M", bound=Meaning)
 
 
 def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
-    """Return a request's meaning with the path of the file that holds its body, if one does.
-
-    Raises RefusalError (413) if the endpoint records its requests and so must hold the body in memory.
-    """
+    """Return a request's meaning with the file of its body. Raises RefusalError (413) for one that is recorded."""
     if upload is None:
         return meaning
     # The body went to a file because its endpoint is forwarded, but the meaning may be of another kind.

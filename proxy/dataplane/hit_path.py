@@ -71,10 +71,7 @@ class HitPath:
             return None
 
     def expect(self, scope: Mapping[str, Any]) -> Rollout | None:
-        """Note that a request goes the regular way, so that no later request of its rollout overtakes it.
-
-        Returns the rollout, if one is known, for `CallOrder.expected` when the request has been handled.
-        """
+        """Note that a request goes the regular way, so that no later one overtakes it; return its rollout, if known."""
         address = self._addressing.remembered(scope)
         if address is None or address.endpoint in self._apis:
             return None

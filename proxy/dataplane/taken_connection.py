@@ -17,10 +17,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 def split_request(reader: RequestReader, held: bytes, body_at: int | None) -> tuple[bytes, bytes] | None:
-    """Return the body of a connection's only request, and what came behind it; None if it is not complete.
-
-    In `held` the body begins at `body_at`, for a request that asks for an upgrade; None for others.
-    """
+    """Return the body of a connection's only request, which begins at `body_at` for an upgrade, and the rest."""
     if body_at is None:
         return (reader.body, b"") if reader.ended == reader.begun else None
     # For the parser a request with an upgrade ends with its head; its body is what follows.
@@ -90,10 +87,7 @@ class Streams:
         *,
         upgrade: bool,
     ) -> Stream:
-        """Turn a connection into a stream; `takes_connection` has agreed.
-
-        `rest` came behind the body. A shutdown of the server cancels the `server_tasks` if it takes too long.
-        """
+        """Turn a connection into a stream; `rest` came behind the body. A late shutdown cancels the `server_tasks`."""
         stream, answering = self._data_plane.open_stream(scope, body, taken.transport, upgrade=upgrade, rest=rest)
         if answering is not None:
             task = self._tasks.spawn("stream", answering)

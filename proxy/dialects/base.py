@@ -201,10 +201,7 @@ class Eventful(Dialect, Protocol):
 
 
 def json_object(body: bytes, hint: str = "", *, slug: str = "json", status: int = 422) -> dict[str, Any]:
-    """Return the JSON object in a body in UTF-8. Raises RefusalError: 400 for malformed JSON, else `status`.
-
-    The error text has the hint, an example of what to send instead. `slug` and `status` are for JSON that is no object.
-    """
+    """Return the JSON object in a body. Raises RefusalError with the hint: 400 for no JSON, else `status`, `slug`."""
     example = f" Send {hint} as UTF-8." if hint else ""
     try:
         value = parse_json(body)

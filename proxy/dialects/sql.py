@@ -76,10 +76,7 @@ _TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
 
 
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
-    """Return the call of a request to the sql endpoint, with defaults filled in. Raises RefusalError (4xx).
-
-    Statements that differ only in whitespace and comments become one (`canonical_statement`).
-    """
+    """Return the call of a request to the sql endpoint, with its canonical statement. Raises RefusalError (4xx)."""
     if not spec.databases:
         raise RefusalError(
             404, "no-database", "this task has no database. PUT it with `databases`: docs/sql.md shows how."

@@ -168,10 +168,7 @@ def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
 
 
 def for_rollout(call: ToolCall, rollout: str, spec: EnvironmentSpec) -> ToolCall:
-    """Return a call with the variant of this rollout, if the task wants several answers of its model.
-
-    It is chosen by the number at the end of the rollout's name, so that a group is spread evenly, or else by a digest.
-    """
+    """Return a call with this rollout's variant, by the number at the end of its name, which spreads a group evenly."""
     if spec.video is None or spec.video.model is None or spec.video.variants == 1 or call.tool not in SAMPLED:
         return call
     number = _NUMBER.search(rollout)

@@ -224,10 +224,7 @@ class Access:
         return grant
 
     def admit(self, scope: Scope, rollout_of: RolloutOfToken) -> Grant:
-        """Return what a request may see, and remove the token from its scope's headers and subprotocols.
-
-        Raises RefusalError: 401 for a missing or unknown token, 403 for a hidden task.
-        """
+        """Return what a request may see, and remove its token from the scope. Raises RefusalError (401, 403)."""
         path: str = scope["path"]
         if self._file is not None and (tokens := self._file.changed()) is not None:
             self._use(tokens)

@@ -84,10 +84,7 @@ class ResponseRelay(PatientSender):
 
 
 class ServerEvents(PatientSender):
-    """A listener that sends a tool server's messages as server-sent events, and at last the response as an event.
-
-    Nothing is sent before the first event. `event_of` returns a message's event for this client, or an empty one.
-    """
+    """Sends a tool server's messages as events (`event_of`: one for this client, or empty), at last the response."""
 
     def __init__(self, send: Send, event_of: Callable[[bytes], bytes], extra: Headers, *, accepted: bool) -> None:
         super().__init__(send)

@@ -28,10 +28,7 @@ class Upload:
         self.path: Path | None = None  # The file that holds the body; None while the body is in memory.
 
     async def receive(self, receive: Receive, message: AsgiMessage) -> bytes:
-        """Receive the rest of a body after its first message, and return it; empty if it lies in the file `path`.
-
-        Raises ClientDisconnectedError if the body did not arrive whole, and RefusalError (413) if it is too large.
-        """
+        """Receive the rest of a body, empty if it is in `path`. Raises ClientDisconnectedError, RefusalError (413)."""
         while True:
             if message["type"] == "http.disconnect":
                 raise ClientDisconnectedError

@@ -58,10 +58,7 @@ class Adopter:
         self._gate = gate
 
     async def require_room(self, name: str, spec: EnvironmentSpec, key: str, *, beside: bool) -> int | None:
-        """Return the number of the empty tree that a task has under a root key; None if it has none.
-
-        Raises RefusalError (409) if the task has another environment (unless `beside`), or its tree is used.
-        """
+        """Return a task's empty tree under a root key, if any. Raises RefusalError (409) if its tree is used."""
         if self._store.tasks.get(name) is not None:
             task = await self._tasks.open(name)
             if not beside and task.tree.key != key:

@@ -135,10 +135,7 @@ def _target(part: Part, store: Path, states: Path) -> Path:
 
 
 def check_states(file: Path, database: StoreDatabase) -> BundleStates:
-    """Check every digest of a bundle of states, and that each is that of its node in the store. Blocking.
-
-    Its name is as for `numbers_of_states`. Raises BundleError, or OSError if it cannot be read.
-    """
+    """Check every digest of a bundle of states against the store. Blocking. Raises BundleError or OSError."""
     tree, distance = numbers_of_states(file)
 
     def content_of(node: int) -> str | None:

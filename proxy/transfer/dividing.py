@@ -32,10 +32,7 @@ def numbers_of_states(file: Path) -> tuple[int, int]:
 
 
 def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -> Iterator[Path]:
-    """Yield a file with the backup of each worker, in their order. Each is removed before the next one.
-
-    `advance` is called with the bytes read since the last call. Raises BundleError or OSError.
-    """
+    """Yield a file with each worker's backup, removed before the next one. Raises BundleError or OSError."""
     part_file, number, workers = drafts / "part", -1, 0
     with file.open("rb") as reading:
         for part in read(reading):
@@ -60,10 +57,7 @@ def unpacked_workers(file: Path, drafts: Path, advance: Callable[[int], None]) -
 
 
 def place(parts: list[Path], data: Path, workers: int) -> None:
-    """Move restored stores (`parts`) with their states into a data directory of so many workers. Blocking.
-
-    Raises StoreError if two workers have the same task, and OSError if the disk is full or fails.
-    """
+    """Move restored stores and states into a data directory of so many workers. Raises StoreError, OSError."""
     if workers != len(parts):
         whole = _joined(parts)
         parts = [whole] if workers == 1 else [_share(whole, Share(each, workers)) for each in range(workers)]

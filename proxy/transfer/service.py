@@ -90,10 +90,7 @@ class TransferService:
         current: bool = True,
         recordings: bool = False,
     ) -> Iterator[bytes]:
-        """Yield the bytes of a tree's bundle with these states. Blocking: the caller iterates in threads.
-
-        With `recordings`, recorded responses of hosts travel too, which other tasks may have requested.
-        """
+        """Yield the bytes of a tree's bundle. `recordings` of hosts, which other tasks may have made, are extra."""
         exported = states or ExportedStates()
         if recordings:
             porter = recording_porter_of(self._drivers.get(tree.spec.driver), tree.spec)

@@ -178,10 +178,7 @@ class BundleStates:
     _size: int = 0
 
     def add(self, part: Part, content_of: Callable[[int], str | None]) -> None:
-        """Check the next part that does not belong to the tree itself; `content_of` is the content digest of a node.
-
-        Raises BundleError if the part contradicts what came before it, or names a node that is not in the bundle.
-        """
+        """Check the next part; `content_of` is a node's content digest. Raises BundleError if it is false."""
         if part.kind == "chunk":
             if self._open is None:
                 raise BundleError(f"{part.name} belongs to no unit.")

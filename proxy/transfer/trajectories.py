@@ -68,10 +68,7 @@ class TrajectoryRequest:
 
 
 def trajectories(database: StoreDatabase, request: TrajectoryRequest) -> Iterator[bytes]:
-    """Yield the lines in pieces of about 256 kB. Blocking: for a thread. Fold the journal before.
-
-    Rollouts that made no call, and those that the proxy began for itself, are left out.
-    """
+    """Yield the lines in pieces of about 256 kB, of rollouts that made a call. Blocking. Fold the journal before."""
     with closing(database.open_reader()) as connection:
         pending = bytearray()
         for piece in _TrajectoryWriter(connection, request).pieces():

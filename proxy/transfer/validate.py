@@ -37,10 +37,7 @@ _HEADER_NAME, _HEADER_VALUE = re.compile(r"[!-9;-~]{1,200}"), re.compile(r"[\t\x
 
 
 def check(file: BinaryIO, scratch: Path) -> tuple[BundleManifest, BundleStates]:
-    """Read and check a whole bundle; return its manifest, and what was observed about its snapshots.
-
-    Blocking, in constant memory: the scratch file does not exist before or afterwards. Raises BundleError.
-    """
+    """Read and check a whole bundle, in constant memory; the scratch file is removed. Blocking. Raises BundleError."""
     connection = sqlite3.connect(scratch)
     try:
         # The file is thrown away in any case, so nothing has to survive a crash.

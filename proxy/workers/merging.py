@@ -71,10 +71,7 @@ def merged_wrong_answers(pages: Sequence[Json]) -> list[Json]:
 
 
 def added(views: Sequence[Mapping[str, Any]]) -> Json:
-    """Return the sum of each number of views with the same members; other members are those of the first view.
-
-    Objects are added member by member, and lists are joined.
-    """
+    """Return the sum of views, member by member: numbers are added, lists joined, others are of the first view."""
     total: Json = {}
     for name in {name: None for view in views for name in view}:
         values = [view[name] for view in views if name in view]

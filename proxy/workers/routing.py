@@ -20,10 +20,7 @@ class Routes:
         self._workers: LruCache[bytes, int] = LruCache(_REMEMBERED)
 
     def worker_of(self, scope: Scope) -> int | None:
-        """Return the worker that has the task of a request; None for a request that names none. 0.3 us for agents'.
-
-        A request that is malformed names none: any worker refuses it.
-        """
+        """Return the worker that has the task of a request; None if it names none, or is malformed. 0.3 us."""
         path: bytes = scope["raw_path"]
         if path.startswith(b"/t/"):
             segment = path[3 : path.find(b"/", 3)]

@@ -167,11 +167,7 @@ class Siblings:
     # -- from other workers ------------------------------------------------------------------------------------------
 
     def open(self, make_client: Callable[[], asyncio.Protocol], make_peer: Callable[..., asyncio.Protocol]) -> None:
-        """Take connections of other workers from now on. Raises OSError.
-
-        `make_client` makes the protocol of a client's connection, a `HitFirst`, and `make_peer` that of a worker's,
-        with members of its state.
-        """
+        """Take connections of other workers: `make_client` makes a `HitFirst`, `make_peer` takes its state."""
         self._make_client, self._make_part = make_client, partial(make_peer, **{_PART: True})
         directory = self._directories[self.routes.share.number]
         with contextlib.suppress(FileNotFoundError):

@@ -182,10 +182,7 @@ class Passing:
 
     @asynccontextmanager
     async def connection(self, peer: Peer) -> AsyncIterator[PeerConnection]:
-        """Have a connection for an agent's stream, which ends with the context, or if the peer is silent.
-
-        Raises PeerLostError.
-        """
+        """Yield a connection for an agent's stream, which ends if the peer is silent. Raises PeerLostError."""
         to, connection = self._to.get(peer) or self._begin(peer), await self.open(peer, is_tunnel=True)
         self._use(connection, peer, to)
         try:

@@ -140,10 +140,7 @@ def rows_digest(digests: Iterable[bytes]) -> bytes:
 
 
 class ClusterDatabase:
-    """The database as one member uses it.
-
-    Appends have a connection of their own, so that a long read of a log delays no answer.
-    """
+    """The database as one member uses it. Appends have their own connection, so that a long read delays no answer."""
 
     def __init__(self, dsn: str, secret: bytes, membership: Membership | None = None) -> None:
         self._dsn, self._secret = dsn, secret
@@ -291,10 +288,7 @@ class ClusterDatabase:
         return await written
 
     async def compact(self, task: str, gone: Sequence[int], digest: bytes, body: bytes) -> bool:
-        """Replace rows of a task by one, which has the last number; return False if they are not as they were read.
-
-        Another member may have compacted the log meanwhile: `digest` says what was read, see `rows_digest`.
-        """
+        """Replace rows by one under the last number; return False if they are not as they were read (`rows_digest`)."""
         values = {
             "task": task, "gone": list(gone), "count": len(gone), "digest": digest, "row": gone[-1], "body": body,
         }  # fmt: skip

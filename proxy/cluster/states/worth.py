@@ -30,10 +30,7 @@ class StateCandidate(NamedTuple):
 
 
 def replay_s(node: Node, sent: Collection[int], costs: Costs, *, proven: bool = False) -> float:
-    """Return how long the next owner would replay until it is at a node; infinite if it may never come there.
-
-    The walk ends at `WORTH_S`, so it is O(calls in that time).
-    """
+    """Return how long the next owner would replay to a node; infinite if it may not. O(calls in `WORTH_S`)."""
     seconds, at = 0.0, node
     while at.id not in sent and seconds <= WORTH_S:
         origin = at.origin

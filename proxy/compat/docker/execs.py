@@ -80,10 +80,7 @@ class ContainerExecs:
         return True
 
     async def start(self, instance: Exec, connection: StreamConnection) -> None:
-        """Start an instance, and send its output until it ends or its client disconnects.
-
-        Raises RefusalError: 409 if it was started already or its container does not run; 400 or 413 for invalid stdin.
-        """
+        """Start an instance, and send its output until it ends or its client leaves. Raises RefusalError."""
         # Errors before the stream is open are shown as the client expects its output.
         connection.tty = instance.spec.tty
         rollout, spec = await self._begin(instance), instance.spec

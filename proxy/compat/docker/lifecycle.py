@@ -86,10 +86,7 @@ class ContainerLifecycle:
         await self._tasks.wait()
 
     async def rollout_of(self, container: Container) -> Rollout:
-        """Return the rollout of a container.
-
-        Raises RefusalError: 404 if it was finished through another protocol; 409 if its state is lost. Then it ends.
-        """
+        """Return a container's rollout. Raises RefusalError: 404 if it has ended; 409 if its state is lost."""
         try:
             return await self._registry.require_rollout(container)
         except RefusalError as error:

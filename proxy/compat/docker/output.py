@@ -24,10 +24,7 @@ class OutputSink:
         tty: bool,
         has_output: bool = False,
     ) -> None:
-        """Create a sink for stdout (1) and stderr (2), as wanted: raw bytes on a terminal, otherwise frames.
-
-        `has_output` says that the client has received the earlier output in another way.
-        """
+        """Create a sink for stdout (1) and stderr (2); `has_output`: the client has had the earlier output."""
         self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output
 
     async def put(self, kind: int, data: bytes) -> None:

@@ -73,10 +73,7 @@ class Projects:
         return project
 
     def plan(self, container: Container, config: Mapping[str, Any], request: EnvironmentRequest) -> None:
-        """Add a new container, whose environment by itself is `request`, to its project.
-
-        Raises RefusalError: 400 if a service of one sandbox cannot be like this; 409 if the project has begun.
-        """
+        """Add a new container to its project; alone it would be `request`. Raises RefusalError (400, 409)."""
         key = (container.task, container.owner, container.project)
         others = self._registry.project(*key)
         if any(not other.is_planned for other in others):

@@ -67,10 +67,7 @@ class DockerRequest:
 
 
 def read(method: str, path: str, query: str, body: bytes) -> DockerRequest:
-    """Parse a request by its path below the endpoint, in which an encoded slash does not separate segments.
-
-    Raises RefusalError (400) if the client's version of the API is too new or too old.
-    """
+    """Parse a request by its path below the endpoint. Raises RefusalError (400) for a version that is not served."""
     segments = [unquote(segment) for segment in path.split("/") if segment]
     if segments and (match := _VERSION.fullmatch(segments[0])):
         segments = segments[1:]
@@ -124,10 +121,7 @@ def name_of(query: Mapping[str, str]) -> str:
 
 
 def container_spec(body: dict[str, Any], config: Mapping[str, Any], *, in_project: bool = False) -> ContainerSpec:
-    """Parse a create request, with the image's defaults. A container of a project may have named volumes.
-
-    Raises RefusalError (400) if the request needs a feature that Forkpoint does not have.
-    """
+    """Parse a create request, with the image's defaults. Raises RefusalError (400) for what Forkpoint does not have."""
     image = body.get("Image")
     if not isinstance(image, str) or not image:
         raise RefusalError(400, "docker", "config cannot be empty in order to create a container: name an Image")

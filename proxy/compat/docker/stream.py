@@ -54,13 +54,7 @@ class StreamConnection:
         upgrade: bool,
         padded: bool,
     ) -> None:
-        """Take over a connection.
-
-        `write` queues bytes for the client, and `drain` returns once the client accepts more. `hold` pauses (True) or
-        resumes (False) reading. `end` closes the connection after the queued bytes. A client that requested no
-        `upgrade` takes the response's body as the stream. A `padded` client loses what arrives with the head; see
-        `PADDED_HEAD_BYTES`.
-        """
+        """Take a connection over (see `StreamTransport`). A `padded` client loses what arrives with the head."""
         self._write, self._drain, self._hold, self._end = write, drain, hold, end
         self._upgrade, self._padded, self._opened_at = upgrade, padded, 0.0
         self._input, self._input_ended, self._input_changed = bytearray(), False, asyncio.Event()

@@ -203,10 +203,7 @@ class Processes:
         self.follower.follow(rollout, process["process"], stream)
 
     async def act(self, rollout: Rollout, request: ProcessRequest) -> None:
-        """Write to a process, close its stdin, resize its terminal, or send it a signal.
-
-        Raises ConnectError if the process does not exist, or has no such stdin or terminal.
-        """
+        """Write to a process, close its stdin, resize its terminal, or send it a signal. Raises ConnectError."""
         pid = request.pid if request.pid is not None else (await self._find(rollout, None, request.tag))["process"]
         arguments = {"process": pid, **request.arguments}
         result = await self.call(rollout, ToolCall("process", request.verb, arguments, request.data))

@@ -119,10 +119,7 @@ class HarnessEndpoint:
             self._context.settings.source_rules.check_url(request.upstream)
 
     async def _place(self, task_name: str, name: str, request: HarnessRequest) -> _RunStart:
-        """Return where the request begins a rollout of this name.
-
-        A rollout of this name that runs goes on. With a parent, it must have begun as that one.
-        """
+        """Return where the request begins a rollout of this name, or goes on with the one that runs."""
         tasks = self._context.tasks
         if request.parent is None:
             task = await tasks.open(task_name)

@@ -57,10 +57,7 @@ async def path_to(context: EndpointContext, node: Node) -> Path:
 
 
 def entrance(context: EndpointContext, nodes: Sequence[Node], turn: int) -> tuple[Node | None, list[ModelResponse]]:
-    """Return where a rollout begins that is to come to a turn, and the responses that lead there.
-
-    That is the nearest turn that is kept. Without one it is the root (None), and the harness is started once more.
-    """
+    """Return the nearest kept turn (None: the root) on the way to a turn, and the responses that lead on from there."""
     at = next((number for number in range(turn, -1, -1) if nodes[number].snapshot is not None), -1)
     calls = [context.store.records.call(_origin(node)) for node in nodes[at + 1 : turn + 1]]
     responses = [turns.response_of(call) for call in calls]
