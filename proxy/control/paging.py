@@ -81,7 +81,7 @@ class ListQuery:
         return PagePart(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
 
     def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
-        """Return the end of a page's query, and its values. The last column is unique; raises RefusalError (422)."""
+        """Return the end of a page's query, and its values. The last column is unique. Raises RefusalError (422)."""
         direction, sign = ("DESC", "<") if self.descending else ("ASC", ">")
         names = [f"after{number}" for number in range(len(columns))]
         if self.after is not None and len(self.after) != len(columns):
