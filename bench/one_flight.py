@@ -11,7 +11,7 @@ from collections import Counter
 from contextlib import nullcontext
 
 from bench.machine import console, table
-from proxy.cli.replay.report import ReplayRun, Source, errors_of, figures
+from proxy.cli.replay.report import ReplayRun, errors_of, figures
 from proxy.cli.replay.runner import ReplayNames, replay
 from proxy.cli.replay.show import proxy_at
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest
@@ -38,7 +38,7 @@ def workload(rollouts: int, calls: int) -> Workload:
 
 def executions(run: ReplayRun) -> Counter[int]:
     """Return for each call how many rollouts report that it was executed for them."""
-    return Counter(call.index for call, outcome in run.outcomes.items() if outcome.source is Source.MISS)
+    return Counter(call.index for call, outcome in run.outcomes.items() if outcome.outcome == "miss")
 
 
 def answers(run: ReplayRun) -> dict[int, int]:
@@ -73,9 +73,9 @@ def main() -> None:
         "executed, as the proxy counts": f"{run.spent['misses']:.0f}",
         "most executions of one call": f"{max(ran.values(), default=0)}",
         "most different answers to one call": f"{max(different.values(), default=0)}",
-        "waits / hits": f"{totals.waits} / {totals.hits}",
-        "whole run, s": f"{totals.wall_s:.2f}",
-        "errors": f"{totals.errors}",
+        "waits / hits": f"{totals['waits']:.0f} / {totals['hits']:.0f}",
+        "whole run, s": f"{totals['wall_s']:.2f}",
+        "errors": f"{totals['errors']:.0f}",
     }.items():
         shown.add_row(name, value)
     console.print(shown)
@@ -83,7 +83,7 @@ def main() -> None:
         console.print(line, markup=False)
     once = set(ran.values()) == {1} and len(ran) == options.calls and run.spent["misses"] == options.calls
     same = set(different.values()) == {1} and len(different) == options.calls
-    if not (once and same and not totals.errors):
+    if not (once and same and not totals["errors"]):
         sys.exit("Some call did not run exactly once, or not every rollout was answered.")
 
 

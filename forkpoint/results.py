@@ -12,12 +12,8 @@ from forkpoint.notebook import Shown
 V = TypeVar("V")
 Outcome = Literal["hit", "miss", "wait", "bypass"]
 """How a call was answered: from the tree, by running it, by another rollout's execution, or for this rollout alone."""
-_OUTCOMES: Mapping[str, Outcome] = {
-    "forkpoint; hit": "hit",
-    "forkpoint; fwd=miss; stored": "miss",
-    "forkpoint; fwd=miss; collapsed": "wait",
-    "forkpoint; fwd=bypass": "bypass",
-}
+_OUTCOMES: Mapping[str, Outcome] = {"hit": "hit", "collapsed": "wait", "fwd=miss": "miss", "fwd=bypass": "bypass"}
+"""By parameters of the header `Cache-Status` (RFC 9211), of which the first that a response has counts."""
 _DURATION = re.compile(r"(\w+);dur=([0-9.]+)")
 _AMOUNT = re.compile(r"(\w+);desc=([0-9]+)")
 
@@ -476,13 +472,19 @@ class Stats:
     raw: Mapping[str, Any]
 
 
+def outcome_of(cache_status: str) -> Outcome | None:
+    """Return how a call was answered, given the response's `Cache-Status`; None if the proxy has set none."""
+    cache, *parameters = (part.strip() for part in cache_status.split(";"))
+    return next((_OUTCOMES[name] for name in _OUTCOMES if name in parameters), None) if cache == "forkpoint" else None
+
+
 def how_answered(reply: Reply) -> dict[str, Any]:
     """Return the members of a `CallResult` that a response's headers tell."""
     header = reply.headers.get("server-timing", "")
     timing, amounts = dict(_DURATION.findall(header)), dict(_AMOUNT.findall(header))
     names = (("peak_bytes", "memory"), ("read_bytes", "read"), ("written_bytes", "written"))
     return {
-        "outcome": _OUTCOMES.get(reply.headers.get("cache-status", "")),
+        "outcome": outcome_of(reply.headers.get("cache-status", "")),
         "node": reply.headers.get("x-forkpoint-node"),
         "marks": tuple(reply.headers.get("x-forkpoint-marks", "").replace(",", " ").split()),
         **{f"{name}_s": float(timing.get(name, 0.0)) / 1000 for name in ("tool", "restore", "replay", "wait")},

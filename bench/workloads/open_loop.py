@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 
 from bench.machine import console, table
-from proxy.cli.replay.report import Source, percentile
+from proxy.cli.replay.report import percentile
 from proxy.cli.replay.runner import OVERHEAD_S, ReplayNames, call, connector, replay
 from proxy.cli.replay.show import proxy_at
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, read_workload, safe_name
@@ -150,7 +150,7 @@ async def _send(
         run.errors += 1
     else:
         run.seconds.append(time.perf_counter() - due)
-        run.hits += outcome.source in {Source.HIT, Source.WAIT}
+        run.hits += outcome.outcome in {"hit", "wait"}
     run.clients.append(client)
     run.ready.append(walker)
 

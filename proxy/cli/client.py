@@ -1,23 +1,21 @@
 """Client of the control plane of a running proxy, for the commands."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import quote
 
 import httpx
 import typer
 
 from forkpoint.address import DEFAULT_URL, base_url, token_headers
+from forkpoint.exchange import PAGE, path_of
 from proxy.address import read_address
 from proxy.cli.text import printable
 
 DEFAULT_DATA = Path("forkpoint-data")
 REQUEST_S = 30.0
-PAGE = 1000
-"""Items of a page, the most that the proxy gives in one."""
 LONG_S = 600.0
 """Timeout of a request that moves or compares whole states, in seconds."""
 
@@ -47,13 +45,13 @@ class ControlClient:
     def __init__(self, url: str) -> None:
         self.url, self.headers = base_url(url), token_headers()
         # Each request opens its own client, so nothing has to be closed.
-        self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1/", headers=self.headers)
+        self._client = partial(httpx.Client, base_url=f"{self.url}/api/v1", headers=self.headers)
 
     def request(self, method: str, *path: str, within_s: float = REQUEST_S, **more: Any) -> Any:
         """Return the JSON of a response, None if empty; a failed request ends the command with its error."""
         with self._reporting(), self._client(timeout=within_s) as client:
-            response = client.request(method, _joined(path), **more)
-        self._require_success(response)
+            response = client.request(method, path_of(*path), **more)
+        _require_success(response)
         return response.json() if response.content else None
 
     def items(self, *path: str, most: int | None = None, **query: Any) -> Any:
@@ -72,7 +70,7 @@ class ControlClient:
     def read(self, *path: str, within_s: float, **query: str) -> Any:
         """Return the JSON of a GET request. Raises httpx.HTTPError without a response, or ValueError without JSON."""
         with self._client(timeout=within_s) as client:
-            return client.get(_joined(path), params=query).raise_for_status().json()
+            return client.get(path_of(*path), params=query).raise_for_status().json()
 
     @contextmanager
     def stream(self, method: str, *path: str, within: str = "api/v1", **more: Any) -> Iterator[httpx.Response]:
@@ -80,11 +78,11 @@ class ControlClient:
         with (
             self._reporting(),
             self._client(timeout=LONG_S) as client,
-            client.stream(method, f"{self.url}/{within}/{_joined(path)}", **more) as response,
+            client.stream(method, f"{self.url}/{within}{path_of(*path)}", **more) as response,
         ):
             if not response.is_success:
                 response.read()
-                self._require_success(response)
+                _require_success(response)
             yield response
 
     @contextmanager
@@ -97,9 +95,9 @@ class ControlClient:
                 "--url or --data."
             )
 
-    def _require_success(self, response: httpx.Response) -> None:
-        if response.is_success:
-            return
+
+def _require_success(response: httpx.Response) -> None:
+    if not response.is_success:
         fail(problem(response))
 
 
@@ -117,12 +115,3 @@ def details_of(response: httpx.Response) -> dict[str, Any]:
     except ValueError:
         return {}
     return details if isinstance(details, dict) else {}
-
-
-def _joined(path: tuple[str, ...]) -> str:
-    return "/".join(quote(part, safe="") for part in path)
-
-
-def given(**options: object) -> Mapping[str, str]:
-    """Return the options that are not None, as query parameters."""
-    return {name: str(value) for name, value in options.items() if value is not None}

@@ -9,8 +9,9 @@ from typing import Annotated
 import httpx
 import typer
 
+from forkpoint.exchange import given
 from forkpoint.trajectory_files import Format, TrajectoryFileError, lines, write
-from proxy.cli.client import ControlClient, fail, given
+from proxy.cli.client import ControlClient, fail
 from proxy.cli.options import JsonOption, LabelOption, TaskArgument, complete_rollout, complete_task
 from proxy.cli.output import print_json
 from proxy.cli.progress import CHUNK, items_bar, total_of

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from proxy.cli.client import DEFAULT_DATA, ControlClient, fail, given
+from forkpoint.exchange import given
+from proxy.cli.client import DEFAULT_DATA, ControlClient, fail
 from proxy.cli.options import FileToWrite, JsonOption, SnapshotsOption
 from proxy.cli.output import print_json
 from proxy.cli.progress import bytes_bar, download

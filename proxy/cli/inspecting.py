@@ -8,7 +8,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import RenderableType
 
-from proxy.cli.client import LONG_S, PAGE, ControlClient, given
+from forkpoint.exchange import PAGE, given
+from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.options import JsonOption, LabelOption, NodeArgument, RolloutArgument, RootOption, TaskArgument
 from proxy.cli.output import output_console, print_json, show
 from proxy.cli.progress import download

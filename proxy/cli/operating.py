@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from proxy.cli.client import LONG_S, ControlClient, fail, given
+from forkpoint.exchange import given
+from proxy.cli.client import LONG_S, ControlClient, fail
 from proxy.cli.options import (
     FileToWrite,
     JsonOption,
@@ -48,7 +49,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
-    tasks = [item["name"] for item in proxy.items("tasks")] if task is None else [task]
+    tasks = [item["task"] for item in proxy.items("tasks")] if task is None else [task]
     if task is None and (node or root):
         fail("Name the task of this node.")
     until = None if before is None else before.replace(tzinfo=timezone.utc).isoformat()

@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_type_hints
 import httpx
 import typer
 
-from proxy.cli.client import PAGE, ControlClient, fail, proxy_url
+from forkpoint.exchange import PAGE
+from proxy.cli.client import ControlClient, fail, proxy_url
 from proxy.cli.text import shortened
 
 _WITHIN_S = 1.0

@@ -63,6 +63,9 @@ def test_refusal_of_a_request_raises() -> None:
         ("forkpoint; fwd=miss; stored", "miss"),
         ("forkpoint; fwd=miss; collapsed", "wait"),
         ("forkpoint; fwd=bypass", "bypass"),
+        # The tree knew the call, and not its state.
+        ("forkpoint; fwd=miss; stored; detail=not-kept", "miss"),
+        ("forkpoint; detail=hit-or-miss", None),
         ("other; hit", None),
     ],
 )

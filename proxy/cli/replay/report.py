@@ -1,25 +1,18 @@
 """The report of a replay: answers, their sources and costs, and the differences between two runs. Pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from math import ceil
 from typing import Any
+
+from forkpoint.results import Outcome
 
 TOTALS = (
     "calls", "hits", "waits", "misses", "bypasses", "executed_s", "saved_s", "replayed_calls", "replayed_s", "starts",
     "restores", "divergences", "errors",
 )  # fmt: skip
 """Members of `GET /api/v1/stats` that a replay reads: counts and seconds since the proxy started."""
-
-
-class Source(StrEnum):
-    """Where an answer came from, as its `Cache-Status` header says."""
-
-    HIT = "hit"
-    WAIT = "wait"
-    MISS = "miss"
-    BYPASS = "bypass"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +42,7 @@ class ReplayedCall:
     seconds: float
     answer: ToolAnswer | None = None
     error: str | None = None
-    source: Source | None = None
+    outcome: Outcome | None = None
     refusals: int = 0
 
 
@@ -63,27 +56,6 @@ class ReplayRun:
     spent: Mapping[str, float]
     unsent: int = 0
     troubles: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """The figures of a run. Seconds are measured by the proxy; `median_ms` and `p95_ms` are what callers waited."""
-
-    cached: bool
-    calls: int
-    hits: int
-    waits: int
-    misses: int
-    bypasses: int
-    replays: int
-    errors: int
-    refusals: int
-    hit_rate: float
-    executed_s: float
-    saved_s: float
-    median_ms: float
-    p95_ms: float
-    wall_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,29 +81,22 @@ class Comparison:
         return len(self.differences) / self.compared if self.compared else 0.0
 
 
-def figures(run: ReplayRun) -> Figures:
-    """Return the figures of a run. Waits count towards the hit rate, because they executed nothing."""
-    outcomes = run.outcomes.values()
-    count = {source: sum(outcome.source is source for outcome in outcomes) for source in Source}
-    seconds = sorted(outcome.seconds for outcome in outcomes if outcome.answer is not None)
-    errors = sum(outcome.error is not None for outcome in outcomes)
-    return Figures(
-        cached=run.cached,
-        calls=len(outcomes),
-        hits=count[Source.HIT],
-        waits=count[Source.WAIT],
-        misses=count[Source.MISS],
-        bypasses=count[Source.BYPASS],
-        replays=round(run.spent["replayed_calls"]),
-        errors=errors + run.unsent + len(run.troubles),
-        refusals=sum(outcome.refusals for outcome in outcomes),
-        hit_rate=(count[Source.HIT] + count[Source.WAIT]) / len(outcomes) if outcomes else 0.0,
-        executed_s=run.spent["executed_s"],
-        saved_s=run.spent["saved_s"],
-        median_ms=percentile(seconds, 0.5) * 1e3,
-        p95_ms=percentile(seconds, 0.95) * 1e3,
-        wall_s=run.wall_s,
-    )
+def figures(run: ReplayRun) -> dict[str, float]:
+    """Return the figures of a run: the proxy's seconds, and as `median_ms` and `p95_ms` what callers have waited."""
+    calls = run.outcomes.values()
+    count = Counter(call.outcome for call in calls)
+    seconds = sorted(call.seconds for call in calls if call.answer is not None)
+    errors = sum(call.error is not None for call in calls)
+    return {
+        "cached": run.cached, "calls": len(calls),
+        "hits": count["hit"], "waits": count["wait"], "misses": count["miss"], "bypasses": count["bypass"],
+        "replays": round(run.spent["replayed_calls"]), "errors": errors + run.unsent + len(run.troubles),
+        "refusals": sum(call.refusals for call in calls),
+        # Waits executed nothing.
+        "hit_rate": (count["hit"] + count["wait"]) / len(calls) if calls else 0.0,
+        "executed_s": run.spent["executed_s"], "saved_s": run.spent["saved_s"],
+        "median_ms": percentile(seconds, 0.5) * 1e3, "p95_ms": percentile(seconds, 0.95) * 1e3, "wall_s": run.wall_s,
+    }  # fmt: skip
 
 
 def compare(first: ReplayRun, second: ReplayRun) -> Comparison:
@@ -164,15 +129,6 @@ def percentile(ascending: Sequence[float], share: float) -> float:
     return ascending[max(0, ceil(share * len(ascending)) - 1)] if ascending else 0.0
 
 
-def read_source(cache_status: str) -> Source | None:
-    """Return the source in a `Cache-Status` header (RFC 9211) of the proxy; None if there is none."""
-    parameters = [part.strip() for part in cache_status.split(";")]
-    if "collapsed" in parameters:
-        return Source.WAIT
-    known = {"hit": Source.HIT, "fwd=miss": Source.MISS, "fwd=bypass": Source.BYPASS}
-    return next((known[parameter] for parameter in parameters if parameter in known), None)
-
-
 def spent(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
     """Return by how much the proxy's totals grew between two readings. A total that is missing counts as 0."""
     return {name: after.get(name, 0) - before.get(name, 0) for name in TOTALS}
@@ -182,7 +138,7 @@ def as_json(runs: Mapping[str, ReplayRun], comparisons: Mapping[str, Comparison]
     """Return the whole report as JSON values: figures, errors, and each difference with both answers."""
     return {
         "runs": {
-            name: {**asdict(figures(run)), "error_lines": errors_of(run), "spent": dict(run.spent)}
+            name: {**figures(run), "error_lines": errors_of(run), "spent": dict(run.spent)}
             for name, run in runs.items()
         },
         "comparisons": {

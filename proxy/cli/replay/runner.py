@@ -1,7 +1,6 @@
 """Replays a recorded workload through a proxy: rollouts concurrently, the calls of each rollout in order."""
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -12,8 +11,10 @@ from typing import Any
 import httpx
 import orjson
 
+from forkpoint.address import token_headers
+from forkpoint.results import outcome_of
 from proxy.cli.client import details_of, problem
-from proxy.cli.replay.report import CallId, ReplayedCall, ReplayRun, ToolAnswer, read_source, spent
+from proxy.cli.replay.report import CallId, ReplayedCall, ReplayRun, ToolAnswer, spent
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
 
 OVERHEAD_S = 300.0
@@ -97,10 +98,9 @@ async def replay(
 
 def connector(url: str, *, trust_env: bool) -> Callable[[], httpx.AsyncClient]:
     """Return a function that makes clients of the proxy at a URL, with the token in FORKPOINT_TOKEN."""
-    token = os.environ.get("FORKPOINT_TOKEN")
     return partial(
         httpx.AsyncClient, base_url=url, timeout=OVERHEAD_S, trust_env=trust_env,
-        verify=httpx.create_ssl_context(trust_env=trust_env), headers={"x-forkpoint-token": token} if token else {},
+        verify=httpx.create_ssl_context(trust_env=trust_env), headers=token_headers(),
     )  # fmt: skip
 
 
@@ -189,11 +189,11 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
 
 def read_outcome(response: httpx.Response, request: WorkloadRequest) -> ReplayedCall:
     """Return the result in a response: an error if it is the proxy's own, or no command's result for a command."""
-    outcome = ReplayedCall(request.shown, 0.0, source=read_source(response.headers.get("Cache-Status", "")))
+    outcome = ReplayedCall(request.shown, 0.0, outcome=outcome_of(response.headers.get("Cache-Status", "")))
     kind = details_of(response).get("type")
     refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
     if refused or (request.is_command and not response.is_success):
-        return replace(outcome, error=problem(response), source=None)
+        return replace(outcome, error=problem(response), outcome=None)
     if not request.is_command:
         # Bytes that are not UTF-8 stay different when they are different.
         text = response.content.decode(errors="backslashreplace")
@@ -202,7 +202,7 @@ def read_outcome(response: httpx.Response, request: WorkloadRequest) -> Replayed
         result = orjson.loads(response.content)
         return replace(outcome, answer=ToolAnswer(result["stdout"], result["stderr"], result["exit_code"]))
     except (orjson.JSONDecodeError, KeyError, TypeError):
-        return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", source=None)
+        return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", outcome=None)
 
 
 def _is_worth_retry(response: httpx.Response) -> bool:

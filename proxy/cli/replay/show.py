@@ -15,10 +15,8 @@ from forkpoint.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from proxy.cli.replay.report import (
     Comparison,
     Difference,
-    Figures,
     ReplayedCall,
     ReplayRun,
-    Source,
     ToolAnswer,
     compare,
     errors_of,
@@ -123,7 +121,7 @@ def _progress(workload: Workload, title: str, console: Console) -> Iterator[OnCa
 
         def on_call(outcome: ReplayedCall) -> None:
             nonlocal hits, errors
-            hits += outcome.source in {Source.HIT, Source.WAIT}
+            hits += outcome.outcome in {"hit", "wait"}
             errors += outcome.error is not None
             progress.update(bar, advance=1, hits=hits, errors=errors)
 
@@ -139,14 +137,14 @@ def show(report: ReplayReport, console: Console) -> None:
         show_comparison(name, comparison, console)
 
 
-def figures_table(columns: Mapping[str, Figures]) -> Table:
+def figures_table(columns: Mapping[str, Mapping[str, float]]) -> Table:
     """Return a table of figures with a column for each run."""
     table = Table()
     table.add_column("")
     for name in columns:
         table.add_column(name, justify="right")
     for member, (label, form) in ROWS.items():
-        table.add_row(label, *(form.format(getattr(column, member)) for column in columns.values()))
+        table.add_row(label, *(form.format(column[member]) for column in columns.values()))
     return table
 
 
@@ -158,7 +156,7 @@ def show_errors(name: str, lines: Sequence[str], console: Console) -> None:
     for line in islice(lines, ERRORS_SHOWN):
         console.print(Text(f"  {shortened(line, 4 * console.width)}"))
     if len(lines) > ERRORS_SHOWN:
-        console.print(f"  and {len(lines) - ERRORS_SHOWN} more. Use --json FILE to keep all of them")
+        console.print(f"  and {len(lines) - ERRORS_SHOWN} more. --json prints all of them")
 
 
 def show_comparison(name: str, comparison: Comparison, console: Console) -> None:

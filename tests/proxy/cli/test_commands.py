@@ -77,6 +77,11 @@ def test_verify_prints_confidence_interval(proxy: Running) -> None:
     assert "3" in typed(proxy, "verify", "demo", "--sample", "1", "--seed", "7")
 
 
+def test_verify_without_a_task_checks_all_tasks(proxy: Running) -> None:
+    tasks = as_json(proxy, "tasks")
+    assert typed(proxy, "verify", "--sample", "1").count("sample of") == len(tasks) > 0
+
+
 def test_tree_is_exported_and_imported(proxy: Running, tmp_path: Path) -> None:
     file = tmp_path / "demo.tar"
     assert as_json(proxy, "export", "demo", str(file)) == {
