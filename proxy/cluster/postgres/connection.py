@@ -5,12 +5,10 @@ import contextlib
 import math
 import os
 import socket
-import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import psycopg
-from psycopg import pq
 from psycopg.rows import tuple_row
 
 T = TypeVar("T")
@@ -27,9 +25,6 @@ SELECT set_config('synchronous_commit', 'on', false) WHERE current_setting('sync
 """
 """A server may be set up to lose its last transactions in a crash. No answer that was sent may be among them."""
 
-_ARRAY, _SIZE = struct.Struct("!iiIii"), struct.Struct("!i")
-"""Head of an array (dimensions, whether it has nulls, type, items, first index), and of each of its items."""
-
 _SILENT = "the cluster's database failed: it did not answer in time"
 
 
@@ -45,9 +40,8 @@ class SteadyConnection:
     wait for minutes.
     """
 
-    def __init__(self, dsn: str, prepare: str = "") -> None:
-        """Connect nothing yet. Each new connection runs `prepare` first, a `PREPARE` for `run_prepared`."""
-        self._dsn, self._prepare, self._lock = dsn, prepare, asyncio.Lock()
+    def __init__(self, dsn: str) -> None:
+        self._dsn, self._lock = dsn, asyncio.Lock()
         self._connection: Connection | None = None
         # When a statement was last given up, as a time of the event loop.
         self._silent_at = -math.inf
@@ -90,8 +84,6 @@ class SteadyConnection:
                 async with asyncio.timeout_at(until + GRACE_S):
                     if is_new:
                         await self._connection.execute(_DURABLE)
-                        if self._prepare:
-                            await self._connection.execute(self._prepare)
                     return await work(self._connection)
             finally:
                 impatience.cancel()
@@ -106,7 +98,6 @@ class SteadyConnection:
 
     async def _connect(self) -> Connection:
         try:
-            # The encoding is that of `run_prepared`, whatever the database, the URL or the environment says.
             return await psycopg.AsyncConnection.connect(
                 self._dsn, autocommit=True, row_factory=tuple_row, application_name="forkpoint", client_encoding="UTF8"
             )
@@ -140,9 +131,11 @@ async def second_row(connection: Connection, statements: str, values: dict[str, 
         return await cursor.fetchone()
 
 
-async def rows_of(connection: Connection, statement: str, values: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+async def rows_of(
+    connection: Connection, statement: str, values: tuple[Any, ...], *, prepare: bool | None = None
+) -> list[tuple[Any, ...]]:
     """Return all rows of a statement. They come in the binary form, which is half as long for bytes."""
-    cursor = await connection.execute(statement, values, binary=True)
+    cursor = await connection.execute(statement, values, binary=True, prepare=prepare)
     return await cursor.fetchall()
 
 
@@ -150,71 +143,6 @@ async def row_of(connection: Connection, statement: str, values: tuple[Any, ...]
     """Return the first row of a statement; None if it has none."""
     rows = await rows_of(connection, statement, values)
     return rows[0] if rows else None
-
-
-async def run_prepared(connection: Connection, name: bytes, values: Sequence[bytes]) -> list[tuple[bytes | None, ...]]:
-    """Run a prepared statement; return its rows. Values and rows are in PostgreSQL's binary form.
-
-    A cursor of psycopg takes 0.2 ms of CPU for a statement with arrays, and this 0.06 ms. Raises psycopg.Error.
-    """
-    results = await _exchange(connection.pgconn, name, values)
-    rows = list[tuple[bytes | None, ...]]()
-    for result in results:
-        if result.status != pq.ExecStatus.TUPLES_OK:
-            raise psycopg.OperationalError(result.error_message.decode("utf-8", "replace"))
-        columns = range(result.nfields)
-        rows += (tuple(result.get_value(row, column) for column in columns) for row in range(result.ntuples))
-    return rows
-
-
-async def _exchange(server: "pq.abc.PGconn", name: bytes, values: Sequence[bytes]) -> "list[pq.abc.PGresult]":
-    """Run a prepared statement; return its results.
-
-    The event loop watches libpq's descriptor anew for each read, and only while libpq is not called:
-
-    1. uvloop stops to watch a descriptor after the first event with an error. A server that dies with words for its
-       clients leaves both: the words are read, and without another watch the end that follows would never be noticed.
-    2. libpq closes its descriptor as soon as it reads the end, and the next connection of the process gets the same
-       number. The end of an older watch would end the next connection's too, which would then never be read.
-    """
-    formats, results = [pq.Format.BINARY] * len(values), list[pq.abc.PGresult]()
-    server.send_query_prepared(name, values, formats, result_format=pq.Format.BINARY)
-    while True:
-        await _until_ready(server.socket, writing=bool(server.flush()))
-        # The server may answer before it has read everything, and reads no more until its answer is read.
-        server.consume_input()
-        while not server.is_busy():
-            if (result := server.get_result()) is None:
-                return results
-            results.append(result)
-
-
-async def _until_ready(descriptor: int, *, writing: bool) -> None:
-    """Wait until a descriptor can be read, or also written; it is not watched any more afterwards."""
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-
-    def note() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    loop.add_reader(descriptor, note)
-    try:
-        if writing:
-            loop.add_writer(descriptor, note)
-        await ready
-    finally:
-        loop.remove_reader(descriptor)
-        if writing:
-            loop.remove_writer(descriptor)
-
-
-def packed_array(kind: int, items: Sequence[bytes]) -> bytes:
-    """Return an array of one dimension in PostgreSQL's binary form; `kind` is the OID of its items' type."""
-    parts = [_ARRAY.pack(1, 0, kind, len(items), 1)]
-    for item in items:
-        parts += _SIZE.pack(len(item)), item
-    return b"".join(parts)
 
 
 def _shut_down(connection: Connection) -> None:

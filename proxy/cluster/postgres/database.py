@@ -16,11 +16,9 @@ from proxy.cluster.postgres.connection import (
     Connection,
     DatabaseError,
     SteadyConnection,
-    packed_array,
     row_of,
     rows_of,
     run_all,
-    run_prepared,
     second_row,
 )
 from proxy.cluster.postgres.joining import LEASE_S, ClusterError, Membership, join
@@ -33,14 +31,11 @@ SHORT_ROWS = 1000
 PAGE_BYTES = 8 << 20
 """Bytes of a page of a log. A statement has 2 s (`PATIENCE_S`), so a link of 50 Mbit/s suffices."""
 
-_PREPARE_APPEND = """
-PREPARE append (bigint, bigint, text[], bigint[], bytea[]) AS
+_APPEND = """
 INSERT INTO forkpoint.lines (task, row, member, boot, body)
-SELECT task, row, $1, $2, body FROM unnest($3, $4, $5) AS lines (task, row, body)
+SELECT task, row, %s, %s, body FROM unnest(%s::text[], %s::bigint[], %b::bytea[]) AS lines (task, row, body)
 ON CONFLICT DO NOTHING RETURNING task, row
 """
-_TEXT, _BIGINT, _BYTEA = 25, 20, 17
-"""OIDs of types, which are the same in every PostgreSQL."""
 _LOCK = "SELECT pg_advisory_xact_lock(hashtextextended('forkpoint ' || %(task)s, 0));"
 """Statements of one message are one transaction. The second one sees what was committed when it got the lock."""
 _CLAIM = f"""{_LOCK}
@@ -144,8 +139,7 @@ class ClusterDatabase:
 
     def __init__(self, dsn: str, secret: bytes, membership: Membership | None = None) -> None:
         self._dsn, self._secret = dsn, secret
-        self._reads, self._beats = SteadyConnection(dsn), SteadyConnection(dsn)
-        self._appends = SteadyConnection(dsn, _PREPARE_APPEND)
+        self._reads, self._beats, self._appends = SteadyConnection(dsn), SteadyConnection(dsn), SteadyConnection(dsn)
         self._queue: list[tuple[str, int, bytes, asyncio.Future[bool]]] = []
         self._tasks, self._writing = TaskOwner(), False
         self._membership = membership
@@ -306,17 +300,12 @@ class ClusterDatabase:
             _fail([future for *_, future in left], DatabaseError("the rows before this one were not written"))
 
     async def _write_group(self, group: list[tuple[str, int, bytes, asyncio.Future[bool]]]) -> None:
-        tasks, rows, bodies, futures = zip(*group, strict=True)
-        keys = [(task.encode(), _bigint(row)) for task, row in zip(tasks, rows, strict=True)]
-        values = (
-            _bigint(self.membership.number), _bigint(self.membership.boot),
-            packed_array(_TEXT, [task for task, _ in keys]), packed_array(_BIGINT, [row for _, row in keys]),
-            packed_array(_BYTEA, bodies),
-        )  # fmt: skip
+        tasks, rows, bodies, futures = map(list, zip(*group, strict=True))
+        values = (self.membership.number, self.membership.boot, tasks, rows, bodies)
         # A caller that was cancelled has cancelled its future; its row is written all the same.
         waiting = [(number, future) for number, future in enumerate(futures) if not future.done()]
         try:
-            written = set(await self._appends.run(lambda connection: run_prepared(connection, b"append", values)))
+            written = set(await self._appends.run(partial(rows_of, statement=_APPEND, values=values, prepare=True)))
         except BaseException as error:
             is_known = isinstance(error, DatabaseError)
             _fail(futures, error if is_known else DatabaseError(f"the log was not written: {error!r}"))
@@ -326,14 +315,10 @@ class ClusterDatabase:
         else:
             for number, future in waiting:
                 if not future.done():
-                    future.set_result(keys[number] in written)
+                    future.set_result((tasks[number], rows[number]) in written)
 
 
 def _fail(futures: Iterable[asyncio.Future[bool]], error: BaseException) -> None:
     for future in futures:
         if not future.done():
             future.set_exception(error)
-
-
-def _bigint(value: int) -> bytes:
-    return value.to_bytes(8, "big", signed=True)

@@ -4,77 +4,20 @@ The event loop is the proxy's, uvloop: it treats sockets with errors otherwise t
 """
 
 import asyncio
-import os
-import socket
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import psycopg
 import pytest
 import uvloop
-from psycopg import pq
 
 from proxy.cluster.postgres import connection as connection_module
-from proxy.cluster.postgres.connection import Connection, DatabaseError, SteadyConnection, row_of, run_prepared
+from proxy.cluster.postgres.connection import Connection, DatabaseError, SteadyConnection, row_of
 from proxy.cluster.postgres.database import ClusterDatabase
 from sandboxes.task_owner import start
 from tests.proxy.cluster.relay import Relay
 from tests.sandboxes.postgres_cluster import Cluster
 
 SECRET = b"the members' secret"
-
-
-class EndedServer:
-    """libpq's end of a connection that the server ends: it closes its descriptor, which another connection then gets.
-
-    It has the members of `pq.PGconn` that a prepared statement needs.
-    """
-
-    def __init__(self, closed: Callable[[int], None]) -> None:
-        self._own, self._server, self._closed = *socket.socketpair(), closed
-        self.socket = self._own.fileno()
-
-    def send_query_prepared(self, *_: Any, result_format: pq.Format) -> None:  # noqa: ARG002
-        self._server.close()
-
-    def flush(self) -> int:
-        return 0
-
-    def consume_input(self) -> None:
-        self._own.close()
-        self._closed(self.socket)
-        raise psycopg.OperationalError("server closed the connection unexpectedly")
-
-
-def test_the_next_connection_with_its_descriptor_is_read() -> None:
-    """When libpq closes its descriptor, an agent's connection may get the same number at once.
-
-    It would hang if the event loop still watched the number for libpq, and stopped to watch it afterwards.
-    """
-
-    async def run() -> None:
-        loop, heard = asyncio.get_running_loop(), asyncio.Event()
-        accepted, agent = socket.socketpair()
-
-        def accept(number: int) -> None:
-            os.dup2(accepted.fileno(), number)
-            loop.add_reader(number, heard.set)
-
-        server = EndedServer(accept)
-        try:
-            with pytest.raises(psycopg.OperationalError):
-                await run_prepared(cast("Connection", SimpleNamespace(pgconn=server)), b"append", [])
-            agent.send(b"GET / HTTP/1.1")
-            async with asyncio.timeout(10):
-                await heard.wait()
-        finally:
-            loop.remove_reader(server.socket)
-            os.close(server.socket)
-            accepted.close()
-            agent.close()
-
-    uvloop.run(run())
 
 
 HELLO = b"R\0\0\0\x08\0\0\0\0" + b"Z\0\0\0\x05I"
@@ -107,7 +50,7 @@ def test_last_words_of_a_server_are_an_error() -> None:
         await dead.wait()
         async with asyncio.timeout(10):
             with pytest.raises(psycopg.OperationalError):
-                await run_prepared(connection, b"append", [b""])
+                await row_of(connection, "SELECT 1", ())
         await connection.close()
         server.close()
 
@@ -216,7 +159,7 @@ def test_a_defect_leaves_no_row_without_an_answer(dsn: str, monkeypatch: pytest.
             raise RuntimeError("a defect")
 
         with monkeypatch.context() as broken:
-            broken.setattr("proxy.cluster.postgres.database.run_prepared", fail)
+            broken.setattr("proxy.cluster.postgres.database.rows_of", fail)
             async with asyncio.timeout(30):
                 errors = await asyncio.gather(
                     database.append("task", 2, b"line"), database.append("other", 2, b"line"), return_exceptions=True
