@@ -24,8 +24,11 @@ from proxy.cluster.messages import (
     ConfirmAnswer,
     ConfirmQuestion,
     DrainAnswer,
+    DrainQuestion,
     ElsewhereAnswer,
+    HandQuestion,
     LoadAnswer,
+    LoadQuestion,
     Message,
     TakeQuestion,
     unpack,
@@ -180,10 +183,6 @@ class Member:
         answer = await self.ask(ingress, ConfirmQuestion(boot, number))
         return isinstance(answer, ConfirmAnswer) and answer.waits
 
-    def failed(self, owned: Owned, reason: str) -> None:
-        """Drop a task whose row could not be written."""
-        self._drop(owned, reason)
-
     async def drain(self) -> DrainAnswer:
         """Hand over all tasks, and take none over until the next start; see `hand_over`."""
         self.is_leaving = True
@@ -232,7 +231,7 @@ class Member:
         # 3. The steps in the journal are those of earlier views.
         self._engine.journal.fold()
         self._engine.store.copies.replace(name, reading.copies())
-        owned = Owned(name, view, reading.steps, self.database.append, self.failed)
+        owned = Owned(name, view, reading.steps, self.database.append, self._drop)
         owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
         owned.kept, owned.rows = reading.kept, reading.rows
         self.gate.owned[name] = owned
@@ -316,6 +315,36 @@ class Member:
                 self._peers[target.number] = target
                 return answer
         return None
+
+    async def answer(self, content: bytes) -> bytes:
+        """Answer a question of a peer. Raises MalformedFrameError: it is none."""
+        match unpack(content):
+            case TakeQuestion(task=task, view=view):
+                return encode(ElsewhereAnswer(await self._take_over(task, view)))
+            case DrainQuestion():
+                return encode(await self.drain())
+            case HandQuestion(task=task, target=target):
+                return encode(await self.hand_to(task, target))
+            case LoadQuestion():
+                return encode(self.load)
+            case ConfirmQuestion(boot=boot, number=number):
+                call = self.ingress.call(number) if boot == self.database.membership.boot else None
+                return encode(ConfirmAnswer(call is not None and await call.waits()))
+            case other:
+                raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
+
+    async def _take_over(self, name: str, view: int) -> int:
+        """Take a task over from a member that lives and asks for it; return the own view, 0 for none."""
+        async with self.ingress.task(name).looking:
+            owned = self.gate.owned.get(name)
+            if owned is None and not self.is_leaving:
+                try:
+                    owner = await self.database.owner(name)
+                    if view == (0 if owner is None else owner.view):
+                        owned = await self.claim(name)
+                except DatabaseError:
+                    return 0
+            return 0 if owned is None else owned.view
 
 
 def _now() -> float:

@@ -15,7 +15,6 @@ from typing import Any
 import orjson
 from typing_extensions import override
 
-from proxy.cluster.answering import PeerQuestions
 from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
@@ -53,7 +52,6 @@ class ClusterPlane(DataPlane):
         self._member = member
         self._forwarder = Forwarder(member)
         self._operations = Operations(member, engine.executor.quotas)
-        self._questions = PeerQuestions(member)
         self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
         self._is_leaving = False
@@ -139,7 +137,7 @@ class ClusterPlane(DataPlane):
             # The server waits for its connections.
             send = _closing(send)
         if passed is None and scope["path"] == ASK:
-            answer = await self._questions.answer(await self._body(receive) or b"")
+            answer = await self._member.answer(await self._body(receive) or b"")
             await send_response(send, 200, [], answer)
             return
         if passed is None:

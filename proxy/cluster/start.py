@@ -111,8 +111,8 @@ async def _join(
     store, listener = await shared_store(settings.store), None
     try:
         host = await _check_database(database)
-        listener = _listen(settings.link, host)
-        membership = await database.join(name, _url(settings.link, listener), known)
+        listener, url = _listen(settings.link, host)
+        membership = await database.join(name, url, known)
         await _use_store(database, store, membership.cluster)
     except BaseException:
         if listener is not None:
@@ -160,24 +160,21 @@ def _known(own: Path) -> tuple[str, int] | None:
         raise ClusterError(f"{own / 'member.json'} cannot be read: {error}. Use another --data.") from error
 
 
-def _listen(link: str, database: str) -> socket.socket:
-    host, _, port = link.rpartition(":") if ":" in link and not link.endswith("]") else (link, "", "0")
-    host = host.strip("[]") or _local_address(database)
+def _listen(link: str, database: str) -> tuple[socket.socket, str]:
+    """Listen for peers; return also where they reach the socket. Raises ClusterError."""
+    named, _, port = link.rpartition(":") if ":" in link and not link.endswith("]") else (link, "", "0")
+    named = named.strip("[]")
+    host = named or _local_address(database)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, int(port)), family=family, backlog=1024)
+        listener = socket.create_server((host, int(port)), family=family, backlog=1024)
     except (OSError, OverflowError) as error:
         raise ClusterError(
             f"other members cannot be accepted on {host}:{port}: {error}. Set --link to an address of this machine."
         ) from error
-
-
-def _url(link: str, listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    named = link.rpartition(":")[0] if ":" in link and not link.endswith("]") else link
-    named = named.strip("[]")
-    host = named if named and host in ("0.0.0.0", "::") else host  # noqa: S104 - compared, not bound
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    bound, number = listener.getsockname()[:2]
+    host = named if named and bound in ("0.0.0.0", "::") else bound  # noqa: S104 - compared, not bound
+    return listener, f"[{host}]:{number}" if ":" in host else f"{host}:{number}"
 
 
 def _local_address(database: str) -> str:

@@ -210,13 +210,6 @@ class TaskLogReading:
         return records
 
 
-def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
-    """Return what the rows of a task's log say. Raises LogError: a row is not what a member of this version writes."""
-    reading = TaskLogReading()
-    reading.take_rows(rows)
-    return reading
-
-
 class RowLayout(NamedTuple):
     """What a row of a log holds."""
 

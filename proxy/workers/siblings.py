@@ -31,9 +31,9 @@ from proxy.http.asgi import Scope
 from proxy.http.passed_head import head_of
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
-from proxy.workers.messages import GivenConnection
 from proxy.workers.routing import Routes
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
+from sandboxes.ipc.codec import IpcMessage
 from sandboxes.listener import Listener
 from sandboxes.task_owner import TaskOwner
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
@@ -57,6 +57,12 @@ _LINK = "link"
 
 _CREDENTIALS = struct.Struct("3i")
 """The process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
+
+
+class GivenConnection(IpcMessage, op="given_connection", descriptors=(1, 1)):
+    """A connection, sent to another worker; the body is what the client has sent and got no answer to."""
+
+    is_part: bool = False  # Whether its client is a worker, which asks for the receiver's part of a response.
 
 
 class WorkerAwayError(RefusalError):

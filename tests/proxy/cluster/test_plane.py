@@ -191,7 +191,7 @@ def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.Mon
 
         owner = Owner(monkeypatch)
         owner.plane.engine = cast("Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100), access=None))
-        owner.plane._addressing, owner.plane._questions = cast("Any", None), cast("Any", Questions())
+        owner.plane._addressing, owner.plane._member = cast("Any", None), cast("Any", Questions())
         monkeypatch.setattr(DataPlane, "__call__", ordinary)
         await owner.plane({"type": "http", "path": ASK, "headers": [], "state": state}, receive, send)
         return sent

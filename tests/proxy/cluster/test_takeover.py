@@ -1,5 +1,6 @@
 """The next owner of a task reads its log."""
 
+from collections.abc import Iterable
 from hashlib import sha256
 
 import pytest
@@ -8,7 +9,7 @@ from proxy.cluster import takeover
 from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
-from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of, read_log
+from proxy.cluster.takeover import Compaction, TaskLogReading, compaction_of
 from proxy.storage.copies import (
     EndedCopy,
     FindingCopy,
@@ -39,6 +40,12 @@ def stepped(rollout: int, turn: int, node: int) -> Stepped:
 
 def rollout(number: int) -> RolloutCopy:
     return RolloutCopy(number, "t", f"r{number}", 1, 10, 10, 0, None, 1.0, "{}")
+
+
+def read_log(rows: Iterable[LogRow]) -> TaskLogReading:
+    reading = TaskLogReading()
+    reading.take_rows(rows)
+    return reading
 
 
 def test_a_rollout_is_where_its_last_step_led() -> None:
