@@ -11,16 +11,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
 from forkpoint.exchange import given
+from proxy.cli import options
 from proxy.cli.client import LONG_S, ControlClient, fail
-from proxy.cli.options import (
-    FileToWrite,
-    JsonOption,
-    NodeArgument,
-    RootOption,
-    SnapshotsOption,
-    TaskArgument,
-    complete_task,
-)
 from proxy.cli.output import print_json, show
 from proxy.cli.progress import CHUNK, bytes_bar, download, progress_bar
 
@@ -33,20 +25,22 @@ def verify(
     proxy: ControlClient,
     task: Annotated[
         str | None,
-        typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
+        typer.Argument(
+            help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=options.complete_task
+        ),
     ] = None,
     sample: Annotated[
         int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
     ] = 100,
     everything: Annotated[bool, typer.Option("--all", help="Check all recorded calls.")] = False,
     node: Annotated[str | None, typer.Option(help="Check only the calls at this node and below.")] = None,
-    root: RootOption = None,
+    root: options.RootOption = None,
     seed: Annotated[int | None, typer.Option(help="The same seed draws the same sample.", min=0)] = None,
     before: Annotated[
         datetime | None,
         typer.Option(formats=_TIMES, help="Check only calls that were recorded before this time, in UTC."),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Run recorded calls again in fresh sandboxes and compare the results. Exits with 1 if a call differs."""
     tasks = [item["task"] for item in proxy.items("tasks")] if task is None else [task]
@@ -100,7 +94,7 @@ def cluster(
     node: Annotated[str | None, typer.Argument(help="Name of the member to drain.", metavar="NODE")] = None,
     most: Annotated[int, typer.Option("--max", help="Most tasks that move at once.", min=1, max=100)] = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which tasks would move, and move none.")] = False,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Show the members of a cluster, let one hand over its tasks, or spread the tasks over all of them."""
     from proxy.cli.rendering.lists import render_members, render_moves
@@ -130,12 +124,12 @@ def cluster(
 
 def export_tree(
     proxy: ControlClient,
-    task: TaskArgument,
-    file: FileToWrite,
+    task: options.TaskArgument,
+    file: options.FileToWrite,
     *,
-    root: RootOption = None,
-    snapshots: SnapshotsOption = False,
-    json: JsonOption = False,
+    root: options.RootOption = None,
+    snapshots: options.SnapshotsOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Export a task's tree with its answers to a file, for another machine or run."""
     with proxy.stream("GET", "tasks", task, "export", params=given(snapshots=snapshots, root=root)) as response:
@@ -147,8 +141,8 @@ def export_tree(
 def import_tree(
     proxy: ControlClient,
     file: Annotated[Path, typer.Argument(help="File that `export` wrote.", metavar="FILE", dir_okay=False)],
-    task: TaskArgument,
-    json: JsonOption = False,
+    task: options.TaskArgument,
+    json: options.JsonOption = False,
 ) -> None:
     """Import a tree from a file into a task that has no tree yet. A damaged file changes nothing."""
     try:
@@ -176,8 +170,8 @@ def _imported(view: dict[str, Any]) -> str:
 
 def image(
     proxy: ControlClient,
-    task: TaskArgument,
-    node: NodeArgument,
+    task: options.TaskArgument,
+    node: options.NodeArgument,
     name: Annotated[
         str | None, typer.Argument(help="Name of the image, such as repository:tag.", metavar="[NAME]")
     ] = None,
@@ -185,7 +179,7 @@ def image(
         Path | None,
         typer.Option("--output", "-o", help="Write an archive; - is stdout.", show_default="the proxy's Docker daemon"),
     ] = None,
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
     """Make a container image of the files at a node, in the Docker daemon or in a file, as `docker commit` does."""
     path = ("tasks", task, "nodes", node, "image")
@@ -202,7 +196,7 @@ def image(
     show({**view, "file": None, "bytes": None}, lambda made: f"{made['name']} is {made['id']}", json=json)
 
 
-def gc(proxy: ControlClient, json: JsonOption = False) -> None:
+def gc(proxy: ControlClient, json: options.JsonOption = False) -> None:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes and answers."""
     view = proxy.request("POST", "gc", within_s=LONG_S)
     show(

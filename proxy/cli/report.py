@@ -12,17 +12,8 @@ from rich.text import Text
 from proxy.cli.client import LONG_S, ControlClient
 from proxy.cli.options import JsonOption, LabelOption, complete_task
 from proxy.cli.output import show
+from proxy.cli.rendering import report_page
 from proxy.cli.rendering.lists import ListColumns
-from proxy.cli.rendering.report_page import (
-    ARM_COLUMNS,
-    Json,
-    call_columns_of,
-    columns_of,
-    name_of,
-    notes_of,
-    page,
-    title_of,
-)
 from proxy.cli.text import printable
 
 Labels = list[str] | None
@@ -58,7 +49,7 @@ def report(
             f"no rollout has this label. Choose one of: {', '.join(sorted(known))}.", param_hint="--by"
         )
     if html is not None:
-        html.write_text(page(reports), encoding="utf-8")
+        html.write_text(report_page.page(reports), encoding="utf-8")
     show(reports if against else reports[0], lambda _: render(reports), json=json)
 
 
@@ -66,29 +57,29 @@ _CELL_CHARS = 48
 """Longest cell of the table of calls: the whole command is in `--json`."""
 
 
-def render(reports: Sequence[Json]) -> RenderableType:
+def render(reports: Sequence[report_page.Json]) -> RenderableType:
     """Render one or two reports as tables."""
     return Group(*(part for each in reports for part in _parts(each)))
 
 
-def _parts(view: Json) -> list[RenderableType]:
-    names = [*(printable(name_of(row)) for row in view["rows"]), "total"]
-    columns = columns_of(view)
+def _parts(view: report_page.Json) -> list[RenderableType]:
+    names = [*(printable(report_page.name_of(row)) for row in view["rows"]), "total"]
+    columns = report_page.columns_of(view)
     rows = [
         (name, *(cell(row) for _, cell in columns))
         for name, row in zip(names, (*view["rows"], view["total"]), strict=True)
     ]
     table = ListColumns((printable(str(view["by"])), *(name for name, _ in columns)), rows)
-    arms = Table(*(name for name, _ in ARM_COLUMNS))
+    arms = Table(*(name for name, _ in report_page.ARM_COLUMNS))
     for arm in view["arms"]:
-        arms.add_row(*(cell(arm) for _, cell in ARM_COLUMNS))
-    title = Text(printable(title_of(view)), style="bold")
+        arms.add_row(*(cell(arm) for _, cell in report_page.ARM_COLUMNS))
+    title = Text(printable(report_page.title_of(view)), style="bold")
     parts: list[RenderableType] = [title, Group(table)]
     if view["calls"]:
-        chosen = call_columns_of(view)
+        chosen = report_page.call_columns_of(view)
         calls = [tuple(printable(cell(call))[:_CELL_CHARS] for _, cell in chosen) for call in view["calls"]]
         parts.append(Group(ListColumns(tuple(name for name, _ in chosen), calls)))
-    parts += [Text(printable(note), style="dim") for note in notes_of(view)]
+    parts += [Text(printable(note), style="dim") for note in report_page.notes_of(view)]
     parts.append(arms)
     if view["truncated"]:
         parts.append(Text("More groups were left out; choose some with --label.", style="dim"))

@@ -11,18 +11,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
-from proxy.storage.copies import (
-    Copy,
-    FindingCopy,
-    MasksCopy,
-    NodeCopy,
-    NoteCopy,
-    RecordCopy,
-    RolloutCopy,
-    StepCopy,
-    TaskCopy,
-    TreeCopy,
-)
+from proxy.storage import copies as stored
 
 
 class Kept(NamedTuple):
@@ -50,13 +39,13 @@ class Deleted(NamedTuple):
     """The task was deleted: all lines before this one say nothing any more."""
 
 
-Line = Copy | ForgottenRows | Deleted | Stepped | Ended | Kept | Unkept
+Line = stored.Copy | ForgottenRows | Deleted | Stepped | Ended | Kept | Unkept
 
 _HEAD = struct.Struct("!II")
 _KINDS: dict[str, type[Any]] = {
-    "task": TaskCopy, "tree": TreeCopy, "record": RecordCopy, "rollout": RolloutCopy, "stepped": Stepped,
-    "ended": Ended, "note": NoteCopy, "kept": Kept, "unkept": Unkept,
-    "step": StepCopy, "finding": FindingCopy, "node": NodeCopy, "masks": MasksCopy,
+    "task": stored.TaskCopy, "tree": stored.TreeCopy, "record": stored.RecordCopy, "rollout": stored.RolloutCopy,
+    "stepped": Stepped, "ended": Ended, "note": stored.NoteCopy, "kept": Kept, "unkept": Unkept,
+    "step": stored.StepCopy, "finding": stored.FindingCopy, "node": stored.NodeCopy, "masks": stored.MasksCopy,
     "forgotten": ForgottenRows, "deleted": Deleted,
 }  # fmt: skip
 """The kinds of lines. Their fields are part of the format (`joining.FORMAT`)."""

@@ -16,23 +16,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from proxy.cluster import messages
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.passing import Passing, PeerLostError
-from proxy.cluster.messages import (
-    ConfirmAnswer,
-    ConfirmQuestion,
-    DrainAnswer,
-    DrainQuestion,
-    ElsewhereAnswer,
-    HandQuestion,
-    LoadAnswer,
-    LoadQuestion,
-    Message,
-    TakeQuestion,
-    unpack,
-)
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
@@ -80,10 +68,10 @@ class Member:
         return self.gate.number
 
     @property
-    def load(self) -> LoadAnswer:
+    def load(self) -> messages.LoadAnswer:
         """Its load. O(tasks)."""
         tasks = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
-        return LoadAnswer(self.is_leaving, tasks)
+        return messages.LoadAnswer(self.is_leaving, tasks)
 
     def start(self) -> None:
         """Begin to extend the lease."""
@@ -172,31 +160,33 @@ class Member:
         else:
             numbers = [target]
         for number in numbers:
-            answer = await self.ask(number, TakeQuestion(name, view))
-            if isinstance(answer, ElsewhereAnswer) and answer.view > view:
+            answer = await self.ask(number, messages.TakeQuestion(name, view))
+            if isinstance(answer, messages.ElsewhereAnswer) and answer.view > view:
                 # From here on nothing of it is answered here.
                 return self.adopt(name, answer.view)
         return False
 
     async def confirm(self, ingress: int, boot: int, number: int) -> bool:
         """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
-        answer = await self.ask(ingress, ConfirmQuestion(boot, number))
-        return isinstance(answer, ConfirmAnswer) and answer.waits
+        answer = await self.ask(ingress, messages.ConfirmQuestion(boot, number))
+        return isinstance(answer, messages.ConfirmAnswer) and answer.waits
 
-    async def drain(self) -> DrainAnswer:
+    async def drain(self) -> messages.DrainAnswer:
         """Hand over all tasks, and take none over until the next start; see `hand_over`."""
         self.is_leaving = True
         answer = await self.hand_over(tuple(self.gate.owned.values()), self.give)
         return with_members(answer, kept=len(self.gate.owned))
 
-    async def hand_to(self, name: str, target: int) -> DrainAnswer:
+    async def hand_to(self, name: str, target: int) -> messages.DrainAnswer:
         """Hand one task over to a member, by its number; see `hand_over`. A task of another owner is not."""
         owned = self.gate.owned.get(name)
         # A member that leaves hands all of its tasks over already.
         tasks = () if owned is None or self.is_leaving else (owned,)
         return await self.hand_over(tasks, partial(self.give, target=target))
 
-    async def hand_over(self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]") -> DrainAnswer:
+    async def hand_over(
+        self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]"
+    ) -> messages.DrainAnswer:
         """Hand tasks over, one by one. Calls that run after `LEAVE_S` are made again by the next owner."""
         clock = asyncio.get_running_loop().time
         handed, until, left_s = 0, clock() + LEAVE_S, SEND_S
@@ -210,7 +200,7 @@ class Member:
             async with owned.holding_rows():
                 with suppress(DatabaseError):
                     handed += not owned.is_dropped and await give(owned.task, owned.view)
-        return DrainAnswer(handed, len(tasks) - handed)
+        return messages.DrainAnswer(handed, len(tasks) - handed)
 
     async def _await_calls(self, name: str, until: float) -> None:
         """Wait until no call of a task waits or runs here."""
@@ -299,7 +289,7 @@ class Member:
 
     # -- peers -------------------------------------------------------------------------------------------------------
 
-    async def ask(self, number: int, question: Message) -> Message | None:
+    async def ask(self, number: int, question: messages.Message) -> messages.Message | None:
         """Ask a member by its number; None if it cannot be reached."""
         known = self._peers.pop(number, None)
         for peer in (known, None) if known is not None else (None,):
@@ -308,7 +298,7 @@ class Member:
                 target = peer or await self.database.member(number)
                 if target is None:
                     return None
-                answer = unpack(await self.passing.ask(target, encode(question)))
+                answer = messages.unpack(await self.passing.ask(target, encode(question)))
             except (PeerLostError, MalformedFrameError, DatabaseError) as error:
                 log.debug("a peer did not answer", member=number, error=str(error))
             else:
@@ -318,18 +308,18 @@ class Member:
 
     async def answer(self, content: bytes) -> bytes:
         """Answer a question of a peer. Raises MalformedFrameError: it is none."""
-        match unpack(content):
-            case TakeQuestion(task=task, view=view):
-                return encode(ElsewhereAnswer(await self._take_over(task, view)))
-            case DrainQuestion():
+        match messages.unpack(content):
+            case messages.TakeQuestion(task=task, view=view):
+                return encode(messages.ElsewhereAnswer(await self._take_over(task, view)))
+            case messages.DrainQuestion():
                 return encode(await self.drain())
-            case HandQuestion(task=task, target=target):
+            case messages.HandQuestion(task=task, target=target):
                 return encode(await self.hand_to(task, target))
-            case LoadQuestion():
+            case messages.LoadQuestion():
                 return encode(self.load)
-            case ConfirmQuestion(boot=boot, number=number):
+            case messages.ConfirmQuestion(boot=boot, number=number):
                 call = self.ingress.call(number) if boot == self.database.membership.boot else None
-                return encode(ConfirmAnswer(call is not None and await call.waits()))
+                return encode(messages.ConfirmAnswer(call is not None and await call.waits()))
             case other:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 

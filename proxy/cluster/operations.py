@@ -5,15 +5,9 @@ import re
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs, unquote
 
+from proxy.cluster import messages
 from proxy.cluster.balance import Move, loads_of, plan_moves
 from proxy.cluster.member import Member
-from proxy.cluster.messages import (
-    DrainAnswer,
-    DrainQuestion,
-    HandQuestion,
-    LoadAnswer,
-    LoadQuestion,
-)
 from proxy.cluster.postgres.database import Peer
 from proxy.refusals import RefusalError
 
@@ -76,8 +70,8 @@ class Operations:
         if len(alive) < 2:
             raise RefusalError(409, "last-member", f"no other member could take over the tasks of {node!r}.")
         own = chosen.number == self._member.number
-        answer = await self._member.drain() if own else await self._member.ask(chosen.number, DrainQuestion())
-        if not isinstance(answer, DrainAnswer):
+        answer = await self._member.drain() if own else await self._member.ask(chosen.number, messages.DrainQuestion())
+        if not isinstance(answer, messages.DrainAnswer):
             raise RefusalError(503, "member", f"member {node!r} does not answer. Try again.")
         return {"name": node, "handed": answer.handed, "kept": answer.kept}
 
@@ -106,11 +100,11 @@ class Operations:
             ],
         }
 
-    async def _load_of(self, peer: Peer) -> LoadAnswer:
+    async def _load_of(self, peer: Peer) -> messages.LoadAnswer:
         if peer.number == self._member.number:
             return self._member.load
-        answer = await self._member.ask(peer.number, LoadQuestion())
-        if not isinstance(answer, LoadAnswer):
+        answer = await self._member.ask(peer.number, messages.LoadQuestion())
+        if not isinstance(answer, messages.LoadAnswer):
             raise RefusalError(503, "member", f"member {peer.name!r} does not say which tasks it owns. Try again.")
         return answer
 
@@ -125,8 +119,8 @@ class Operations:
             async with room:
                 if source == self._member.number:
                     return bool((await self._member.hand_to(move.task, target)).handed)
-                answer = await self._member.ask(source, HandQuestion(move.task, target))
-                return isinstance(answer, DrainAnswer) and bool(answer.handed)
+                answer = await self._member.ask(source, messages.HandQuestion(move.task, target))
+                return isinstance(answer, messages.DrainAnswer) and bool(answer.handed)
 
         try:
             is_made = await asyncio.gather(*map(hand, moves))

@@ -9,19 +9,7 @@ from typing import NamedTuple
 from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
-from proxy.storage.copies import (
-    Copy,
-    EndedCopy,
-    FindingCopy,
-    MasksCopy,
-    NodeCopy,
-    NoteCopy,
-    RecordCopy,
-    RolloutCopy,
-    StepCopy,
-    TaskCopy,
-    TreeCopy,
-)
+from proxy.storage import copies as stored
 from proxy.tree.keys import CallKey, private_key
 
 CHUNK_BYTES = 1 << 20
@@ -35,23 +23,25 @@ class TaskLogReading:
 
     last: int = 0  # Number of the last row; 0 without rows.
     rows: int = 0  # How many rows do not say who owns the task.
-    task: TaskCopy | None = None  # The task; None for a task of which no line was written.
-    trees: dict[int, TreeCopy] = field(default_factory=dict)
+    task: stored.TaskCopy | None = None  # The task; None for a task of which no line was written.
+    trees: dict[int, stored.TreeCopy] = field(default_factory=dict)
     # Its records and steps, in the order in which they were written.
-    records: list[RecordCopy | StepCopy] = field(default_factory=list)
+    records: list[stored.RecordCopy | stored.StepCopy] = field(default_factory=list)
     dead: int = 0  # How many of them were written before the task was deleted last.
-    findings: dict[int, FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
-    rollouts: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
-    ended: dict[int, RolloutCopy] = field(default_factory=dict)  # Those that have ended, at their last positions.
-    notes: dict[tuple[int, str], NoteCopy] = field(default_factory=dict)
-    nodes: dict[int, NodeCopy] = field(default_factory=dict)  # What people have changed of its nodes, by node.
-    masks: MasksCopy | None = None  # The noise masks of its audits; None without.
+    findings: dict[int, stored.FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
+    rollouts: dict[int, stored.RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
+    ended: dict[int, stored.RolloutCopy] = field(
+        default_factory=dict
+    )  # Those that have ended, at their last positions.
+    notes: dict[tuple[int, str], stored.NoteCopy] = field(default_factory=dict)
+    nodes: dict[int, stored.NodeCopy] = field(default_factory=dict)  # What people have changed of its nodes, by node.
+    masks: stored.MasksCopy | None = None  # The noise masks of its audits; None without.
     # Numbers of the nodes and of the records that were deleted. None is given out again.
     forgotten: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     steps: Steps = field(default_factory=Steps)  # The last steps of its rollouts.
     kept: dict[int, Kept] = field(default_factory=dict)  # The states that the store has, by node.
     ends: list[Line] = field(default_factory=list)  # Lines that say what has ended, in order.
-    turns: dict[tuple[int, int], StepCopy] = field(default_factory=dict)  # The last of each rollout and turn.
+    turns: dict[tuple[int, int], stored.StepCopy] = field(default_factory=dict)  # The last of each rollout and turn.
     layout: list["RowLayout"] = field(default_factory=list)  # What each row holds, in order.
 
     def take_rows(self, rows: Iterable[LogRow]) -> None:
@@ -60,7 +50,7 @@ class TaskLogReading:
             records, others = len(self.records), 0
             for line in decode(row.body or b""):
                 self.take(line)
-                others += not isinstance(line, RecordCopy | StepCopy)
+                others += not isinstance(line, stored.RecordCopy | stored.StepCopy)
             records = len(self.records) - records
             size_bytes = None if row.body is None else len(row.body)
             digest = sha256(row.body or b"").digest()
@@ -71,53 +61,53 @@ class TaskLogReading:
     def take(self, line: Line) -> None:
         """Take the next line."""
         match line:
-            case TaskCopy():
+            case stored.TaskCopy():
                 self.task = line
-            case TreeCopy():
+            case stored.TreeCopy():
                 self.trees[line.tree] = line
-            case RecordCopy():
+            case stored.RecordCopy():
                 self.records.append(line)
-            case StepCopy():
+            case stored.StepCopy():
                 self._take_step(line)
-            case FindingCopy():
+            case stored.FindingCopy():
                 self.findings[line.record] = line
-            case RolloutCopy() | NoteCopy() | Stepped() | Ended():
+            case stored.RolloutCopy() | stored.NoteCopy() | Stepped() | Ended():
                 self._take_rollout(line)
             case Kept() | Unkept() | Deleted():
                 self._take_state(line)
-            case NodeCopy() | MasksCopy() | ForgottenRows():
+            case stored.NodeCopy() | stored.MasksCopy() | ForgottenRows():
                 self._take_change(line)
 
-    def _take_rollout(self, line: RolloutCopy | NoteCopy | Stepped | Ended) -> None:
+    def _take_rollout(self, line: stored.RolloutCopy | stored.NoteCopy | Stepped | Ended) -> None:
         match line:
-            case RolloutCopy():
+            case stored.RolloutCopy():
                 known = self.ended.pop(line.rollout, line)
                 # The labels of one that has ended were changed, in a store that may lag.
                 self.rollouts[line.rollout] = (
                     line._replace(calls=known.calls, node=known.node) if known.calls > line.calls else line
                 )
-            case NoteCopy():
+            case stored.NoteCopy():
                 self.notes[line.rollout, line.protocol] = line
             case Stepped():
                 self.steps.take(line)
-                self._take_step(StepCopy(line.rollout, line.position.turn - 1, line.record, line.outcome))
+                self._take_step(stored.StepCopy(line.rollout, line.position.turn - 1, line.record, line.outcome))
             case Ended():
                 self.ends.append(line)
                 if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
                     self.ended[line.rollout] = self._placed(rollout)
                 self.steps.take(line)
 
-    def _take_step(self, step: StepCopy) -> None:
+    def _take_step(self, step: stored.StepCopy) -> None:
         # A compaction repeats the last steps of running rollouts behind those that it keeps.
         if self.turns.get(step[:2]) != step:
             self.turns[step[:2]] = step
             self.records.append(step)
 
-    def _take_change(self, line: NodeCopy | MasksCopy | ForgottenRows) -> None:
+    def _take_change(self, line: stored.NodeCopy | stored.MasksCopy | ForgottenRows) -> None:
         """Take what people have changed."""
-        if isinstance(line, NodeCopy):
+        if isinstance(line, stored.NodeCopy):
             self.nodes[line.node] = line
-        elif isinstance(line, MasksCopy):
+        elif isinstance(line, stored.MasksCopy):
             self.masks = line
         else:
             self._forget(line)
@@ -169,10 +159,10 @@ class TaskLogReading:
         yield from self.steps.lines()
         yield from self.kept.values()
 
-    def copies(self) -> list[Copy]:
+    def copies(self) -> list[stored.Copy]:
         """Return the rows of the store."""
-        ended = (EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.trees)
-        rollouts: list[Copy] = [*map(self._placed, self.rollouts.values()), *ended]
+        ended = (stored.EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.trees)
+        rollouts: list[stored.Copy] = [*map(self._placed, self.rollouts.values()), *ended]
         task = [] if self.task is None else [self.task]
         notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
         records = self._records()
@@ -182,22 +172,22 @@ class TaskLogReading:
         rows = [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
         return [*rows, *(step for step in self.turns.values() if step.record in known)]
 
-    def _placed(self, rollout: RolloutCopy) -> RolloutCopy:
+    def _placed(self, rollout: stored.RolloutCopy) -> stored.RolloutCopy:
         last = self.steps.last(rollout.rollout)
         return rollout if last is None else rollout._replace(calls=last.position.turn, node=last.position.node)
 
-    def _records(self) -> list[RecordCopy]:
+    def _records(self) -> list[stored.RecordCopy]:
         """Return the records. A call that was executed again has two, of which the later one answers.
 
         An owner executes a call again if its record is damaged on its disk. Records of a tree without a line belong to
         an import that did not come to its end.
         """
         gone = self.forgotten[1]
-        written = [each for each in self.records[self.dead :] if isinstance(each, RecordCopy)]
+        written = [each for each in self.records[self.dead :] if isinstance(each, stored.RecordCopy)]
         there = [each for each in written if each.record not in gone and each.tree in self.trees]
         latest = {(record.tree, record.source, record.key): record.record for record in there}
         digests = {record.target: record[12:14] for record in reversed(written) if record.is_first}
-        reached, records = {tree.root for tree in self.trees.values()}, list[RecordCopy]()
+        reached, records = {tree.root for tree in self.trees.values()}, list[stored.RecordCopy]()
         for record in there:
             if latest[record.tree, record.source, record.key] != record.record:
                 record = record._replace(  # noqa: PLW2901 - the same record under another key

@@ -6,17 +6,8 @@ from typing import Any
 
 from proxy.control.browsing import OwnPart
 from proxy.control.paging import ListQuery, Page
+from proxy.control.views import nodes as views
 from proxy.control.views.answers import answer_view
-from proxy.control.views.nodes import (
-    CallView,
-    NodeDetail,
-    NodeView,
-    ObservationView,
-    PassedRollout,
-    ResourcesView,
-    TreeView,
-    node_facts,
-)
 from proxy.control.views.resources import SnapshotView, node_name
 from proxy.control.views.rollouts import StepView
 from proxy.dialects.shell import exit_code
@@ -44,9 +35,9 @@ class Reader:
 
     def tree(
         self, task: Task, tree: Tree, top: Node, *, depth: int | None, limit: int, own: OwnPart | None = None
-    ) -> TreeView:
+    ) -> views.TreeView:
         """Return a view of a subtree of at most `limit` nodes and `depth` levels (None: all); with `own`, that part."""
-        nodes: list[NodeView] = []
+        nodes: list[views.NodeView] = []
         truncated = False
         rollouts = rollouts_by_node(task)
         for node, _ in tree.walk(top, depth):
@@ -54,8 +45,8 @@ class Reader:
                 truncated = True
                 break
             if own is None or node.id in own.nodes:
-                nodes.append(NodeView(**self._node(node, rollouts.get(node, []), own)))
-        return TreeView(task=task.name, root=node_name(tree.root), nodes=nodes, truncated=truncated)
+                nodes.append(views.NodeView(**self._node(node, rollouts.get(node, []), own)))
+        return views.TreeView(task=task.name, root=node_name(tree.root), nodes=nodes, truncated=truncated)
 
     def detail(
         self,
@@ -63,11 +54,11 @@ class Reader:
         node: Node,
         snapshot: SnapshotView | None,
         kept: str = "",
-        passed: list[PassedRollout] | None = None,
-    ) -> NodeDetail:
+        passed: list[views.PassedRollout] | None = None,
+    ) -> views.NodeDetail:
         """Return the full view of a node. `kept` says why the state is kept or not; `passed` reached the node last."""
         origin = node.origin
-        return NodeDetail(
+        return views.NodeDetail(
             **self._node(node, rollouts_by_node(task).get(node, [])),
             answer=None if origin is None else answer_view(self._store.records.result(origin)),
             recorded_at=None if origin is None else origin.recorded_at,
@@ -80,18 +71,18 @@ class Reader:
             passed=passed or [],
         )
 
-    def path(self, task: Task, node: Node, wanted: ListQuery) -> Page[NodeView]:
+    def path(self, task: Task, node: Node, wanted: ListQuery) -> Page[views.NodeView]:
         """Return a page of the nodes from the root to a node, by the calls that first led to each. O(depth)."""
         nodes = [node]
         while nodes[-1].origin is not None:
             nodes.append(nodes[-1].origin.source)
         rollouts = rollouts_by_node(task)
         part = wanted.sorted_part(enumerate(nodes[::-1]), lambda step: (step[0],))
-        return part.page(lambda step: NodeView(**self._node(step[1], rollouts.get(step[1], []))))
+        return part.page(lambda step: views.NodeView(**self._node(step[1], rollouts.get(step[1], []))))
 
-    def call(self, record: Record) -> CallView:
+    def call(self, record: Record) -> views.CallView:
         """Return the view of a record's call."""
-        return CallView.of(self._store.records.call(record))
+        return views.CallView.of(self._store.records.call(record))
 
     def steps(self, rollout: dict[str, Any], tree: Tree, wanted: ListQuery) -> Page[StepView]:
         """Return a page of the calls of a rollout; one whose record was forgotten has only its turn and outcome."""
@@ -134,7 +125,7 @@ class Reader:
     def _node(self, node: Node, rollouts: list[str], own: OwnPart | None = None) -> dict[str, Any]:
         origin = node.origin
         return {
-            **node_facts(node),
+            **views.node_facts(node),
             "call": None if origin is None else self.call(origin),
             "exit_code": None if origin is None else exit_code(self._store.records.result(origin)),
             "rollouts": sorted(rollouts),
@@ -146,8 +137,8 @@ class Reader:
             ],
         }
 
-    def _observation(self, record: Record) -> ObservationView:
-        return ObservationView(
+    def _observation(self, record: Record) -> views.ObservationView:
+        return views.ObservationView(
             record=record.id,
             call=self.call(record),
             seconds=record.seconds,
@@ -156,5 +147,5 @@ class Reader:
             resources=self._resources(record),
         )
 
-    def _resources(self, record: Record) -> ResourcesView | None:
-        return ResourcesView.of(self._store.records.resources(record))
+    def _resources(self, record: Record) -> views.ResourcesView | None:
+        return views.ResourcesView.of(self._store.records.resources(record))

@@ -24,14 +24,7 @@ from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
 from proxy.refusals import RefusalError
-from proxy.workers.merging import (
-    added,
-    merged_metrics,
-    merged_page,
-    merged_stats,
-    merged_steps,
-    merged_wrong_answers,
-)
+from proxy.workers import merging
 from proxy.workers.streams import PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
 from sandboxes.http_message import end_to_end
 
@@ -76,12 +69,14 @@ class AllWorkers:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/readyz"): self._ready,
             ("GET", "/api/v1/report"): self._report,
-            ("GET", "/api/v1/stats"): self._of_all(merged_stats),
-            ("GET", "/api/v1/videos"): self._of_all(added),
-            ("POST", "/api/v1/gc"): self._of_all(added),
+            ("GET", "/api/v1/stats"): self._of_all(merging.merged_stats),
+            ("GET", "/api/v1/videos"): self._of_all(merging.added),
+            ("POST", "/api/v1/gc"): self._of_all(merging.added),
             ("GET", "/api/v1/timeline"): self._of_all(lambda views: _with_steps(views, "seconds")),
             ("GET", "/api/v1/system/history"): self._of_all(lambda views: _with_steps(views, "steps")),
-            ("GET", "/api/v1/system/wrong-answers"): self._of_all(lambda views: _whole(merged_wrong_answers(views))),
+            ("GET", "/api/v1/system/wrong-answers"): self._of_all(
+                lambda views: _whole(merging.merged_wrong_answers(views))
+            ),
             ("GET", "/api/v1/system/warnings"): self._of_all(_newest_first),
             ("GET", "/api/v1/system/changes"): self._of_all(_newest_first),
             **{("GET", path): self._page for path in _PAGES},
@@ -188,7 +183,7 @@ class AllWorkers:
                 texts[number], headers = part.body, part.headers
             elif not isinstance(part, RefusalError):
                 raise part
-        return WorkerPart(200, headers, merged_metrics(texts))
+        return WorkerPart(200, headers, merging.merged_metrics(texts))
 
     async def _page(self, scope: Scope) -> WorkerPart:
         """Return a page of all workers' lists.
@@ -212,7 +207,7 @@ class AllWorkers:
         views = [orjson.loads(part.body) for part in await self._parts(requests)]
         shown = [view if number in unseen else _EMPTY for number, view in zip(numbers, views, strict=True)]
         limit = int(query.get("limit", _USUAL))
-        items, counts = merged_page(shown, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
+        items, counts = merging.merged_page(shown, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
         pages, taken = dict(zip(numbers, shown, strict=True)), dict(zip(numbers, counts, strict=True))
         cut = {n: asking(n, taken[n]) for n in unseen if 0 < taken[n] < len(pages[n]["items"])}
         places = dict(zip(cut, (orjson.loads(part.body)["next"] for part in await self._parts(cut)), strict=True))
@@ -260,7 +255,7 @@ def _whole(items: list[Any]) -> Any:
 
 
 def _with_steps(views: list[Any], name: str) -> Any:
-    return {**views[0], name: merged_steps([view[name] for view in views])}
+    return {**views[0], name: merging.merged_steps([view[name] for view in views])}
 
 
 def _newest_first(views: list[Any]) -> Any:

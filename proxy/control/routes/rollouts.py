@@ -12,19 +12,7 @@ from fastapi import APIRouter, Body, Query, Request
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
 from proxy.control.reasons import WhyView, reasons
-from proxy.control.routes.params import (
-    ControlDep,
-    LabelQuery,
-    NewLabels,
-    NewName,
-    RolloutName,
-    TaskDep,
-    TaskName,
-    no_rollout,
-    position_of,
-    running,
-    wanted_labels,
-)
+from proxy.control.routes import params
 from proxy.control.views.resources import NodeName
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.http.access import ALL, GRANT
@@ -41,7 +29,11 @@ router = APIRouter()
 
 @router.post("/tasks/{task}/rollouts", status_code=201)
 async def begin_rollout(
-    control: ControlDep, task: TaskName, request: Request, rollout: NewName, labels: NewLabels = None
+    control: params.ControlDep,
+    task: params.TaskName,
+    request: Request,
+    rollout: params.NewName,
+    labels: params.NewLabels = None,
 ) -> RolloutView:
     """Begin a rollout at the root. The first call of a new rollout does the same."""
     known = await control.tasks.open(task)
@@ -50,17 +42,17 @@ async def begin_rollout(
 
 @router.get("/tasks/{task}/rollouts")
 async def list_rollouts(
-    control: ControlDep,
-    task: TaskDep,
+    control: params.ControlDep,
+    task: params.TaskDep,
     request: Request,
     wanted: Annotated[ListQuery, list_query("created_at", "rollout", default="created_at")],
-    label: LabelQuery = None,
+    label: params.LabelQuery = None,
     finished: Annotated[
         bool | None, Query(description="Only rollouts that have ended (true), or that have not (false).")
     ] = None,
 ) -> Page[RolloutView]:
     """List the rollouts of a task, those that have ended too."""
-    filters = RolloutFilters(wanted_labels(label), finished)
+    filters = RolloutFilters(params.wanted_labels(label), finished)
     # Rollouts are numbered as they begin, and two of one time keep their order.
     by_name = wanted.key == "rollout"
     end, values = wanted.sql("name", "id") if by_name else wanted.sql("id")
@@ -74,9 +66,9 @@ async def list_rollouts(
 
 @router.get("/tasks/{task}/rollouts/{rollout}")
 async def get_rollout(
-    control: ControlDep,
-    task: TaskDep,
-    rollout: RolloutName,
+    control: params.ControlDep,
+    task: params.TaskDep,
+    rollout: params.RolloutName,
     request: Request,
     wanted: Annotated[ListQuery, list_query("turn", default="turn")],
 ) -> RolloutDetail:
@@ -90,9 +82,9 @@ async def get_rollout(
 
 @router.get("/tasks/{task}/rollouts/{rollout}/why", name="explain_calls")
 async def explain(
-    control: ControlDep,
-    task: TaskDep,
-    rollout: RolloutName,
+    control: params.ControlDep,
+    task: params.TaskDep,
+    rollout: params.RolloutName,
     wanted: Annotated[ListQuery, list_query("turn", default="turn")],
     turn: Annotated[int | None, Query(ge=0, lt=1 << 62, description="Only the call of this turn.")] = None,
 ) -> Page[WhyView]:
@@ -108,28 +100,28 @@ async def explain(
 
 
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
-async def finish_rollout(control: ControlDep, task: TaskName, rollout: RolloutName) -> None:
+async def finish_rollout(control: params.ControlDep, task: params.TaskName, rollout: params.RolloutName) -> None:
     """Finish a rollout. Its sandbox and its name are free for other rollouts."""
     if not await control.tasks.dismiss(task, rollout):
-        await control.tasks.rollouts.finish(await running(control, task, rollout))
+        await control.tasks.rollouts.finish(await params.running(control, task, rollout))
 
 
 @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
 async def fork_rollout(
-    control: ControlDep,
-    task: TaskDep,
-    rollout: RolloutName,
+    control: params.ControlDep,
+    task: params.TaskDep,
+    rollout: params.RolloutName,
     request: Request,
-    name: NewName,
+    name: params.NewName,
     node: Annotated[NodeName | None, Body()] = None,
-    labels: NewLabels = None,
+    labels: params.NewLabels = None,
 ) -> RolloutView:
     """Begin a rollout at the node of another rollout, or at a given node, for tree search.
 
     It takes over the labels of the other rollout except its reward; `labels` changes them.
     """
-    source = await running(control, task.name, rollout)
-    tree, start = (source.tree, source.node) if node is None else position_of(control, task, node)
+    source = await params.running(control, task.name, rollout)
+    tree, start = (source.tree, source.node) if node is None else params.position_of(control, task, node)
     if start.detached:
         raise RefusalError(409, "forgotten", f"the node of rollout {rollout!r} was forgotten. Fork at another node.")
     own = json.loads(_newest(control, task.name, rollout)["labels"])
@@ -138,9 +130,9 @@ async def fork_rollout(
 
 @router.patch("/tasks/{task}/rollouts/{rollout}/labels")
 async def change_labels(
-    control: ControlDep,
-    task: TaskDep,
-    rollout: RolloutName,
+    control: params.ControlDep,
+    task: params.TaskDep,
+    rollout: params.RolloutName,
     request: Request,
     labels: Annotated[dict[str, Any], Body(examples=[{"reward": 1.0, "note": None}])],
 ) -> RolloutView:
@@ -155,7 +147,7 @@ async def change_labels(
 def _newest(control: ControlPlane, task: str, name: str) -> dict[str, Any]:
     rows = control.store.rollouts.of_task(task, name=name, newest=True, limit=1)
     if not rows:
-        raise no_rollout(task, name)
+        raise params.no_rollout(task, name)
     return rows[0]
 
 

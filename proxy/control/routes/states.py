@@ -9,15 +9,7 @@ from fastapi import APIRouter, Query, Request
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import WHOLE, ControlDep, TaskQuery, granted
-from proxy.control.views.resources import (
-    Collected,
-    SandboxView,
-    SnapshotView,
-    StatsView,
-    costs_view,
-    sandbox_view,
-    snapshot_view,
-)
+from proxy.control.views import resources as views
 from proxy.tree.tree import Node
 from sandboxes.pool.roster import Slot
 from snapshots.snapshot import Snapshot, snapshot_kind
@@ -32,7 +24,7 @@ async def list_snapshots(
     wanted: Annotated[ListQuery, list_query("created_at", "size_bytes", "uses", default="created_at")],
     task: TaskQuery = None,
     kind: Annotated[Literal["files", "processes"] | None, Query(description="Only snapshots of this kind.")] = None,
-) -> Page[SnapshotView]:
+) -> Page[views.SnapshotView]:
     """List the snapshots: what each costs, what it saves, and why it is kept."""
     grant = granted(request)
 
@@ -57,7 +49,7 @@ async def list_sandboxes(
     state: Annotated[
         Literal["starting", "leased", "freezing", "idle"] | None, Query(description="Only sandboxes in this state.")
     ] = None,
-) -> Page[SandboxView]:
+) -> Page[views.SandboxView]:
     """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
     names = {rollout.id: (rollout.task, rollout.name) for rollout in control.tasks.rollouts.running.values()}
@@ -74,19 +66,19 @@ async def list_sandboxes(
         lambda slot: (slot.calls, -slot.number) if wanted.key == "calls" else (-slot.number,),
     )
     now = time.monotonic()
-    return part.page(lambda slot: sandbox_view(slot, names, now))
+    return part.page(lambda slot: views.sandbox_view(slot, names, now))
 
 
 @router.post("/gc", name="collect_garbage", dependencies=[WHOLE])
-async def collect(control: ControlDep) -> Collected:
+async def collect(control: ControlDep) -> views.Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
     return await control.collect_garbage()
 
 
 @router.get("/stats", name="get_stats", dependencies=[WHOLE])
-async def stats(control: ControlDep) -> StatsView:
+async def stats(control: ControlDep) -> views.StatsView:
     """Show the totals since this proxy started, and its budgets."""
-    return StatsView(
+    return views.StatsView(
         since=control.started_at,
         uptime_s=time.time() - control.started_at,
         sandboxes=dict(Counter(slot.state.value for slot in control.pool.roster.slots)),
@@ -99,7 +91,7 @@ async def stats(control: ControlDep) -> StatsView:
         checkpoint_bytes=control.cache.checkpoint_bytes,
         checkpoint_budget_bytes=control.settings.checkpoint_bytes,
         warm_sandboxes=len(control.warm.forks()),
-        costs={driver: costs_view(costs) for driver, costs in control.cache.costs.items()},
+        costs={driver: views.costs_view(costs) for driver, costs in control.cache.costs.items()},
         snapshots_full=bool(control.cache.full),
         snapshots_unproven=len(control.cache.unproven),
         reuse_rate=control.snapshot_value.reuse.rate,
@@ -107,13 +99,13 @@ async def stats(control: ControlDep) -> StatsView:
     )
 
 
-def snapshot_of(control: ControlPlane, node: Node) -> SnapshotView | None:
+def snapshot_of(control: ControlPlane, node: Node) -> views.SnapshotView | None:
     """Return the view of a node's snapshot; None if it has none."""
     snapshot = control.snapshots.get(node.snapshot)
     return None if snapshot is None else _snapshot_view(control, snapshot)
 
 
-def _snapshot_view(control: ControlPlane, snapshot: Snapshot) -> SnapshotView:
+def _snapshot_view(control: ControlPlane, snapshot: Snapshot) -> views.SnapshotView:
     # A listing must not load trees, so a snapshot of a tree that is not in memory is shown without its value.
     worth = control.snapshot_value.prospect(snapshot)
-    return snapshot_view(snapshot, control.store.trees.task_of(snapshot.tree), worth)
+    return views.snapshot_view(snapshot, control.store.trees.task_of(snapshot.tree), worth)
