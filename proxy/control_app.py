@@ -16,7 +16,6 @@ from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, WHOLE
-from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.storage.errors import StoreError
@@ -33,8 +32,9 @@ _FAULTS = 20
 """How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
 
 
-def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
+def control_application(control: ControlPlane) -> FastAPI:
     """Return the application behind the data plane. The engine opens and closes with its lifespan."""
+    engine = control.engine
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -86,9 +86,9 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
     @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
         """Report that calls can be answered: each driver has run a trial, and the store can be written."""
-        if not control.lifecycle.ready:
+        if not control.engine.lifecycle.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
-        control.store.database.check_writable()
+        control.engine.store.database.check_writable()
         return {"status": "ready"}
 
     @app.get(
@@ -108,7 +108,7 @@ def _problems(app: FastAPI, control: ControlPlane) -> None:
     async def respond(_request: Request, error: Exception) -> Response:
         problem = problem_of(_refused(error))
         if problem.infrastructure:
-            control.counts.failure(problem.slug)
+            control.engine.counts.failure(problem.slug)
             log.error("request failed", problem=problem.slug, error=repr(error), exc_info=error)
         headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
         return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)

@@ -25,7 +25,7 @@ class _Totals(Collector):
         self._control = control
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._control.counts
+        counts = self._control.engine.counts
         outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
         yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
         seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
@@ -61,8 +61,8 @@ class _Totals(Collector):
             "forkpoint_egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes.items()
         )
         text = "Sandboxes that were closed for room before their rollouts had ended."
-        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._control.pool.evicted)
-        video = self._control.drivers.get("video")
+        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._control.engine.pool.evicted)
+        video = self._control.engine.drivers.get("video")
         if isinstance(video, VideoDriver):
             yield CounterMetricFamily(
                 "forkpoint_model_tokens", "Tokens that models of video tools counted.", value=video.models.tokens
@@ -81,7 +81,7 @@ class _Totals(Collector):
 
     def _runs(self) -> Iterator[Metric]:
         """Yield what rollouts with the label `run` did: the runs used last, and all others together."""
-        runs = self._control.counts.runs
+        runs = self._control.engine.counts.runs
         calls = CounterMetricFamily(
             "forkpoint_run_calls", "Calls answered, by the label run.", labels=["run", "outcome"]
         )
@@ -97,7 +97,7 @@ class _Totals(Collector):
         yield seconds
 
     def _times(self) -> Iterator[Metric]:
-        counts = self._control.counts
+        counts = self._control.engine.counts
         for name, text, times in (
             ("hit", "Hits: from the last byte of the request to the response.", counts.hit_s),
             ("start", "Starting a sandbox from nothing.", counts.start_s),
@@ -112,31 +112,31 @@ class _Totals(Collector):
     def _gauges(self) -> Iterator[Metric]:
         control = self._control
         for name, gauge in (
-            ("sandboxes", len(control.pool.roster)),
-            ("sandboxes_budget", control.pool.bound.most),
-            ("warm_sandboxes", len(control.warm.forks())),
-            ("checkpoint_bytes", control.cache.checkpoint_bytes),
-            ("checkpoint_budget_bytes", control.settings.checkpoint_bytes),
-            ("snapshots", len(control.snapshots)),
-            ("snapshot_bytes", control.cache.used_bytes),
-            ("snapshots_full", len(control.cache.full)),
-            ("snapshots_unproven", len(control.cache.unproven)),
-            ("damaged_rows", control.store.trees.damaged + sum(control.store.database.damaged.values())),
-            ("snapshot_budget_bytes", control.settings.snapshot_bytes),
-            ("answer_bytes", control.answers.used_bytes),
-            ("answer_budget_bytes", control.settings.answer_memory_bytes),
-            ("store_bytes", control.store.database.size_bytes()),
-            ("tree_records", control.trees.size),
-            ("tree_records_budget", control.settings.tree_memory_records),
-            ("rollouts", len(control.tasks.rollouts.running)),
-            ("calls_under_way", len(control.step.calls)),
-            ("sandbox_waiters", control.pool.waiting),
+            ("sandboxes", len(control.engine.pool.roster)),
+            ("sandboxes_budget", control.engine.pool.bound.most),
+            ("warm_sandboxes", len(control.engine.warm.forks())),
+            ("checkpoint_bytes", control.engine.cache.checkpoint_bytes),
+            ("checkpoint_budget_bytes", control.engine.settings.checkpoint_bytes),
+            ("snapshots", len(control.engine.snapshots)),
+            ("snapshot_bytes", control.engine.cache.used_bytes),
+            ("snapshots_full", len(control.engine.cache.full)),
+            ("snapshots_unproven", len(control.engine.cache.unproven)),
+            ("damaged_rows", control.engine.store.trees.damaged + sum(control.engine.store.database.damaged.values())),
+            ("snapshot_budget_bytes", control.engine.settings.snapshot_bytes),
+            ("answer_bytes", control.engine.answers.used_bytes),
+            ("answer_budget_bytes", control.engine.settings.answer_memory_bytes),
+            ("store_bytes", control.engine.store.database.size_bytes()),
+            ("tree_records", control.engine.trees.size),
+            ("tree_records_budget", control.engine.settings.tree_memory_records),
+            ("rollouts", len(control.engine.tasks.rollouts.running)),
+            ("calls_under_way", len(control.engine.step.calls)),
+            ("sandbox_waiters", control.engine.pool.waiting),
             ("visits", control.scratch_forks.open),
             ("listeners", len(control.activity.listeners)),
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
-        slots = Counter(slot.state for slot in control.pool.roster.slots)
+        slots = Counter(slot.state for slot in control.engine.pool.roster.slots)
         for state in SandboxState:
             if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], slots[state])
@@ -146,13 +146,15 @@ class _Totals(Collector):
             "Calls of each quota here: that run, that wait, and that may run at once.",
             labels=["tasks", "state"],
         )
-        for pattern, quota in () if control.executor.quotas is None else control.executor.quotas.each.items():
+        for pattern, quota in (
+            () if control.engine.executor.quotas is None else control.engine.executor.quotas.each.items()
+        ):
             for name, calls in (*quota.usage._asdict().items(), ("share", quota.share)):
                 quotas.add_metric([pattern, name], calls)
         yield quotas
 
     def _audits(self) -> Iterator[Metric]:
-        counts = self._control.counts
+        counts = self._control.engine.counts
         yield CounterMetricFamily(
             "forkpoint_audit_checked", "Recorded calls that audits ran again.", value=counts.audit_checked
         )
@@ -192,7 +194,7 @@ class WrongAnswers:
 
 def wrong_answers(control: ControlPlane) -> Iterator[WrongAnswers]:
     """Return the rate of wrong answers for each kind of sample."""
-    for kind, checked, differing, _, _ in control.store.audits.totals():
+    for kind, checked, differing, _, _ in control.engine.store.audits.totals():
         yield WrongAnswers.of(kind, checked, differing)
 
 

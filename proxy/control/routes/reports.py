@@ -33,7 +33,9 @@ async def report(control: ControlDep, by: By = "run", label: LabelQuery = None, 
 @router.get("/report/part", include_in_schema=False, dependencies=[WHOLE])
 async def report_part(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
     """Return what this process has for the report, for the worker that makes the report of all."""
-    part = await _read(control, read_part, ReportRequest(by, wanted_labels(label), None, price, control.own_tasks()))
+    part = await _read(
+        control, read_part, ReportRequest(by, wanted_labels(label), None, price, control.engine.own_tasks)
+    )
     return Response(await asyncio.to_thread(part.packed), media_type="application/json")
 
 
