@@ -67,10 +67,17 @@ def _reply(response: httpx.Response) -> Reply:
     return Reply(response.status_code, headers, response.content)
 
 
-class _Urls:
-    task_name: str
-    name: str
-    _url: str
+class _OfClient:
+    _client: Any
+
+    def _perform(self, request: ApiRequest[Any]) -> Any:
+        return self._client._perform(request)  # noqa: SLF001 - its client
+
+
+class _OfTask(_OfClient):
+    def __init__(self, client: Any, task_name: str, name: str, labels: Labels) -> None:
+        self._client, self.task_name, self.name, self.labels = client, task_name, name, labels
+        self._url: str = client.url
 
     @property
     def base_url(self) -> str:
@@ -88,12 +95,8 @@ class _Urls:
         return f"tcp://{self.base_url.partition('://')[2]}/docker"
 
 
-class Rollout(RolloutOperations, _Urls, Blocking):
+class Rollout(_OfTask, RolloutOperations, Blocking):
     """A rollout. A `with` block begins it and finishes it at its end; without one, its first call begins it."""
-
-    def __init__(self, client: "Client", task_name: str, name: str, labels: Labels) -> None:
-        self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
-        self.labels = labels
 
     def fork(self, name: str | None = None, *, node: str | None = None, labels: Labels | None = None) -> "Rollout":
         """Begin a rollout at this rollout's node, or at another node of its task.
@@ -122,16 +125,9 @@ class Rollout(RolloutOperations, _Urls, Blocking):
             if error is None:
                 raise
 
-    def _perform(self, request: ApiRequest[T]) -> T:
-        return self._client._perform(request)  # noqa: SLF001 - its client
 
-
-class AsyncRollout(RolloutOperations, _Urls, Awaiting):
+class AsyncRollout(_OfTask, RolloutOperations, Awaiting):
     """A rollout. An `async with` block begins it and finishes it at its end; without one, its first call begins it."""
-
-    def __init__(self, client: "AsyncClient", task_name: str, name: str, labels: Labels) -> None:
-        self._client, self.task_name, self.name, self._url = client, task_name, name, client.url
-        self.labels = labels
 
     async def fork(
         self, name: str | None = None, *, node: str | None = None, labels: Labels | None = None
@@ -156,11 +152,8 @@ class AsyncRollout(RolloutOperations, _Urls, Awaiting):
             if error is None:
                 raise
 
-    async def _perform(self, request: ApiRequest[T]) -> T:
-        return await self._client._perform(request)  # noqa: SLF001 - its client
 
-
-class Task(TaskOperations, Blocking):
+class Task(_OfClient, TaskOperations, Blocking):
     """A task: rollouts of a task share their calls. No request is made until an operation is called."""
 
     def __init__(self, client: "Client", name: str) -> None:
@@ -175,11 +168,8 @@ class Task(TaskOperations, Blocking):
         """
         return Rollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
 
-    def _perform(self, request: ApiRequest[T]) -> T:
-        return self._client._perform(request)  # noqa: SLF001 - its client
 
-
-class AsyncTask(TaskOperations, Awaiting):
+class AsyncTask(_OfClient, TaskOperations, Awaiting):
     """A task: rollouts of a task share their calls. No request is made until an operation is called."""
 
     def __init__(self, client: "AsyncClient", name: str) -> None:
@@ -188,9 +178,6 @@ class AsyncTask(TaskOperations, Awaiting):
     def rollout(self, name: str | None = None, *, labels: Labels | None = None) -> AsyncRollout:
         """Return a rollout of the task; see `Task.rollout`."""
         return AsyncRollout(self._client, self.name, name or uuid4().hex, {**self._client.labels, **(labels or {})})
-
-    async def _perform(self, request: ApiRequest[T]) -> T:
-        return await self._client._perform(request)  # noqa: SLF001 - its client
 
 
 class _Connected(ProxyOperations, ABC, Generic[HttpT, TransportT]):

@@ -56,7 +56,8 @@ def _described(
     *,
     force_build: bool,
 ) -> dict[str, Any]:
-    own, compose, has_dockerfile = folder / "forkpoint.json", folder / "docker-compose.yaml", _has_dockerfile(folder)
+    own, compose = folder / "forkpoint.json", folder / "docker-compose.yaml"
+    has_dockerfile = (folder / "Dockerfile").is_file()
     if own.exists():
         # A task's files are a stranger's, so what they name of the proxy's machine must be among its `sources`.
         return {**json.loads(own.read_text()), "confined": True}
@@ -72,10 +73,6 @@ def _described(
             Reason.NO_IMAGE, f"The task names no image (docker_image), and {folder} has no Dockerfile."
         )
     return {"image": image or build(".")}
-
-
-def _has_dockerfile(folder: Path) -> bool:
-    return (folder / "Dockerfile").is_file()
 
 
 def _with_dockerfile(file: Any) -> Any:

@@ -211,7 +211,7 @@ def doctor(
         print_json(requirements)
     else:
         _show(requirements, output_console())
-    if not _met(requirements):
+    if not all(requirement.ok for requirement in requirements if requirement.required):
         raise typer.Exit(1)
 
 
@@ -336,10 +336,6 @@ def unknown_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
         for name in sorted(environment)
         if name.startswith("FORKPOINT_") and not name.startswith(_OTHER_VARIABLES) and name not in known
     ]
-
-
-def _met(requirements: Sequence["Requirement"]) -> bool:
-    return all(requirement.ok for requirement in requirements if requirement.required)
 
 
 def _show(requirements: Sequence["Requirement"], console: Console) -> None:

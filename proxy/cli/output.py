@@ -42,12 +42,8 @@ def output_console(rendered: RenderableType = "") -> Console:
 def print_json(view: Any, *, beside: Path | None = None, one_line: bool = False) -> None:
     """Print a view as JSON: what every command does with `--json`, to stderr if `beside`, a file, is `-`."""
     style: Any = {"separators": (",", ":")} if one_line else {"indent": 2}
-    text = _UNSAFE.sub(_escaped, json.dumps(view, ensure_ascii=False, default=_plain, **style))
+    text = _UNSAFE.sub(_escaped, json.dumps(view, ensure_ascii=False, default=asdict, **style))
     typer.echo(text, err=beside is not None and str(beside) == "-")
-
-
-def _plain(value: Any) -> Any:
-    return asdict(value)
 
 
 def _escaped(sign: re.Match[str]) -> str:

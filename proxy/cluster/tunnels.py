@@ -19,11 +19,11 @@ import re
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import structlog
 
 from proxy.cluster.forwarding import Forwarder
-from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import TUNNEL, Passed, PeerConnection, PeerLostError, Tunnelled
 from proxy.cluster.member import Member
@@ -116,7 +116,7 @@ class Tunnels:
             request = b"%b%b%b: %b\r\n%b" % (line, newline, PASSED, passed.pack(), rest)
             try:
                 async with opening as end:
-                    return await _join(agent, end, request, lambda: self._begun(task, call))
+                    return await _join(agent, end, request, partial(self._member.ingress.became_stream, task, call))
             except PeerLostError as error:
                 log.debug("a stream was not taken", error=str(error))
                 task.owner = None
@@ -124,9 +124,6 @@ class Tunnels:
 
         with self._member.ingress.calling(task, agent.hung_up) as call:
             return await self._forwarder.route(task, call, here, away, creates=named.creates)
-
-    def _begun(self, task: TaskIngress, call: WaitingCall) -> None:
-        self._member.ingress.became_stream(task, call)
 
     @asynccontextmanager
     async def _own_end(self, state: dict[str, object]) -> AsyncIterator[PeerConnection]:

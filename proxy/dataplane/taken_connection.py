@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import struct
+from functools import partial
 
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
@@ -33,7 +34,9 @@ class TakenConnection:
         """Take a connection over. `writable` is set while the client reads what is written."""
         self._transport, self._writable = transport, writable
         self._is_held = False
-        self.transport = StreamTransport(transport.write, self._drain, self._hold, transport.close, self._reset)
+        self.transport = StreamTransport(
+            transport.write, self._drain, self._hold, transport.close, partial(reset, transport)
+        )
 
     async def _drain(self) -> None:
         await self._writable.wait()
@@ -43,9 +46,6 @@ class TakenConnection:
         if on != self._is_held and not self._transport.is_closing():
             self._is_held = on
             (self._transport.pause_reading if on else self._transport.resume_reading)()
-
-    def _reset(self) -> None:
-        reset(self._transport)
 
 
 def reset(transport: asyncio.WriteTransport) -> None:

@@ -19,9 +19,9 @@ from proxy.transfer.adopt import Adopter, write_draft
 from proxy.transfer.backup import check_states
 from proxy.transfer.dividing import numbers_of_states
 from proxy.transfer.export import estimated_bytes, export
-from proxy.transfer.format import BundleError, Part
+from proxy.transfer.format import BundleError
 from proxy.transfer.import_states import unpack_states
-from proxy.transfer.schema import BundleLine, BundleManifest, content
+from proxy.transfer.schema import BundleManifest, content
 from proxy.transfer.state_records import BundleStates, ExportedStates, StateLine
 from proxy.transfer.validate import check
 from proxy.tree.tree import Node, Tree
@@ -277,7 +277,7 @@ class TransferService:
         try:
             with file.open("rb") as reading:
                 items = content(reading)
-                while batch := await asyncio.to_thread(_next_batch, items):
+                while batch := await asyncio.to_thread(lambda: list(islice(items, _BATCH))):
                     write_draft(self._store, draft, batch)
             return await self._adopter.adopt(task, spec, manifest.root_key, draft, beside=not manifest.current)
         except BaseException:
@@ -288,7 +288,3 @@ class TransferService:
 def _checked(file: Path, scratch: Path) -> tuple[BundleManifest, BundleStates]:
     with file.open("rb") as reading:
         return check(reading, scratch)
-
-
-def _next_batch(items: Iterator[Part | BundleLine]) -> list[Part | BundleLine]:
-    return list(islice(items, _BATCH))

@@ -253,7 +253,7 @@ class _TrajectoryWriter:
 
     def _recorded(self, row: Any) -> tuple[Any, bytes, ToolResult] | None:
         """Return the call of a record's row, what was uploaded with it, and its answer; None if they are damaged."""
-        call, upload, answer = (self._blob(number) if number else b"" for number in row[:3])
+        call, upload, answer = (blob_of(self._connection, number) if number else b"" for number in row[:3])
         if call is None or upload is None or answer is None:
             return None
         return orjson.loads(call), upload, answer_of(answer)
@@ -285,6 +285,3 @@ class _TrajectoryWriter:
             return codecs.getincrementaldecoder("utf-8")().decode(data, final=not cut), "utf-8", cut
         except UnicodeDecodeError:
             return b64encode(data).decode(), "base64", cut
-
-    def _blob(self, blob: int) -> bytes | None:
-        return blob_of(self._connection, blob)
