@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from forkpoint.client import AsyncClient, Client
+    from forkpoint.ephemeral_proxy import local
     from forkpoint.errors import ForkpointError, UnreachableError
-    from forkpoint.local_proxy import local
     from forkpoint.notebook import to_dataframe
 
     __version__: str
 else:
     _MODULES = {
         "AsyncClient": "client", "Client": "client", "ForkpointError": "errors", "UnreachableError": "errors",
-        "local": "local_proxy", "to_dataframe": "notebook",
+        "local": "ephemeral_proxy", "to_dataframe": "notebook",
     }  # fmt: skip
 
     def __getattr__(name: str) -> Any:

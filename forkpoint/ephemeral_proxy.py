@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 
+from forkpoint.client import Client
 from sandboxes import IMPORT_ROOT
 
 READY_S = 60.0
@@ -55,6 +56,27 @@ def ephemeral_proxy(data: Path | None = None, settings: Mapping[str, object] | N
             yield proxy
     finally:
         _remove(folder)
+
+
+@contextmanager
+def local(data: str | Path | None = None, **settings: object) -> Iterator[Client]:
+    """Run a proxy on a free port of 127.0.0.1, and yield a client of it.
+
+    The proxy is a process of its own that ends with the block. It needs what `forkpoint serve` needs;
+    `forkpoint doctor` says what is missing.
+
+    Args:
+        data: The data directory, whose trees the next block may use; None for an empty one that is removed.
+        settings: Settings by their names, as `docs/deploying.md` lists them, such as `drivers=["sqlite"]`.
+
+    Raises:
+        EphemeralProxyError: The proxy does not start or does not stop in time. The text quotes the end of its log.
+    """
+    with (
+        ephemeral_proxy(None if data is None else Path(data), settings) as proxy,
+        Client(proxy.url, trust_env=False) as client,
+    ):
+        yield client
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from forkpoint.client import Client, Rollout
-from forkpoint.local_proxy import local
+from forkpoint.ephemeral_proxy import local
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import orjson
 from typing_extensions import override
 
 from proxy.cluster.forwarding import Forwarder, Relay
+from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
@@ -23,7 +24,6 @@ from proxy.cluster.link.passing import ASK, PEER, TUNNEL, VIEW, Passed, Tunnelle
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
-from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.others import OtherMembers
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError

@@ -1,12 +1,13 @@
 """The `/metrics` page in Prometheus' text format. No other module imports prometheus-client."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from typing_extensions import override
 
 from proxy.audit.confidence import clopper_pearson
 from proxy.control.parts import ControlPlane
@@ -18,83 +19,58 @@ from sandboxes.video.driver import VideoDriver
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class _Totals(Collector):
-    """Reads the engine's counters at each scrape, so counting costs an addition and no lock."""
+class Metrics(Collector):
+    """The `/metrics` page: reads the engine's counters at each scrape, so counting costs an addition and no lock."""
 
     def __init__(self, control: ControlPlane) -> None:
-        self._control = control
+        self._control, self._registry = control, CollectorRegistry()
+        self._registry.register(self)
 
+    def render(self) -> bytes:
+        """Return the page."""
+        return generate_latest(self._registry)
+
+    @override
     def collect(self) -> Iterator[Metric]:
-        counts = self._control.engine.counts
-        outcomes = {outcome.name.lower(): counts.outcomes[outcome] for outcome in Outcome}
-        yield _labelled("forkpoint_calls", "Calls answered.", "outcome", outcomes.items())
-        seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
-        yield _labelled(
-            "forkpoint_tool_seconds",
-            "Tool seconds by kind: executed for misses, saved by hits, replayed.",
-            "kind",
-            seconds.items(),
-        )
-        yield _labelled(
-            "forkpoint_hits_refused", "Known calls that ran again: their states had no way back.", "reason",
-            counts.hits_refused.items(),
-        )  # fmt: skip
-        yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", counts.failures.items())
-        yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
+        engine, counts = self._control.engine, self._control.engine.counts
         named = (
             "replayed_calls", "restores", "starts", "snapshots_taken", "evictions", "divergences", "root_changes",
             "warm_made", "warm_used", "model_tokens_saved",
         )  # fmt: skip
-        for name, value in (
-            *((name, getattr(counts, name)) for name in named),
-            ("states_sent", counts.states.sent),
-            ("states_fetched", counts.states.fetched),
-            ("state_bytes_sent", counts.states.bytes_sent),
-            ("state_bytes_fetched", counts.states.bytes_fetched),
-        ):
+        values = {name: getattr(counts, name) for name in named}
+        values |= {"states_sent": counts.states.sent, "states_fetched": counts.states.fetched}
+        values |= {"state_bytes_sent": counts.states.bytes_sent, "state_bytes_fetched": counts.states.bytes_fetched}
+        for name, value in values.items():
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
-        egress = counts.egress
-        yield _labelled(
-            "forkpoint_egress_requests", "Requests of sandboxes to hosts outside.", "outcome", egress.requests.items()
-        )
-        yield _labelled(
-            "forkpoint_egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes.items()
-        )
         text = "Sandboxes that were closed for room before their rollouts had ended."
-        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=self._control.engine.pool.evicted)
-        video = self._control.engine.drivers.get("video")
+        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=engine.pool.evicted)
+        video = engine.drivers.get("video")
         if isinstance(video, VideoDriver):
-            yield CounterMetricFamily(
-                "forkpoint_model_tokens", "Tokens that models of video tools counted.", value=video.models.tokens
-            )
+            text = "Tokens that models of video tools counted."
+            yield CounterMetricFamily("forkpoint_model_tokens", text, value=video.models.tokens)
+        seconds = {"executed": counts.executed_s, "saved": counts.saved_s, "replayed": counts.replayed_s}
+        text = "Tool seconds by kind: executed for misses, saved by hits, replayed."
+        yield _labelled("tool_seconds", text, "kind", seconds)
+        text = "Known calls that ran again: their states had no way back."
+        yield _labelled("hits_refused", text, "reason", counts.hits_refused)
+        yield _labelled("failures", "Failures of the infrastructure.", "kind", counts.failures)
+        yield _labelled("refusals", "Requests that could not be served.", "kind", counts.refusals)
+        egress = counts.egress
+        yield _labelled("egress_requests", "Requests of sandboxes to hosts outside.", "outcome", egress.requests)
+        yield _labelled("egress_bytes", "Bytes that these brought into sandboxes.", "outcome", egress.size_bytes)
+        yield _labelled("calls", "Calls answered.", "outcome", _by_outcome(counts.outcomes))
+        endpoints = {name: _by_outcome(outcomes) for name, outcomes in sorted(counts.endpoints.items())}
+        yield _by_two("endpoint_calls", "Calls answered over HTTP.", ("endpoint", "outcome"), endpoints)
+        # What rollouts with the label `run` did: the runs used last, and all others together.
+        runs = {OTHERS: counts.runs.others, **dict(sorted(counts.runs.totals.items()))}
+        outcomes = {run: _by_outcome(totals.outcomes) for run, totals in runs.items()}
+        yield _by_two("run_calls", "Calls answered, by the label run.", ("run", "outcome"), outcomes)
+        spent = {run: {"executed": totals.executed_s, "saved": totals.saved_s} for run, totals in runs.items()}
+        text = "Tool seconds executed and saved, by the label run."
+        yield _by_two("run_tool_seconds", text, ("run", "kind"), spent)
         yield from self._times()
         yield from self._gauges()
         yield from self._audits()
-        by_endpoint = CounterMetricFamily(
-            "forkpoint_endpoint_calls", "Calls answered over HTTP.", labels=["endpoint", "outcome"]
-        )
-        for endpoint, by_outcome in sorted(counts.endpoints.items()):
-            for outcome in Outcome:
-                by_endpoint.add_metric([endpoint, outcome.name.lower()], by_outcome[outcome])
-        yield by_endpoint
-        yield from self._runs()
-
-    def _runs(self) -> Iterator[Metric]:
-        """Yield what rollouts with the label `run` did: the runs used last, and all others together."""
-        runs = self._control.engine.counts.runs
-        calls = CounterMetricFamily(
-            "forkpoint_run_calls", "Calls answered, by the label run.", labels=["run", "outcome"]
-        )
-        seconds = CounterMetricFamily(
-            "forkpoint_run_tool_seconds", "Tool seconds executed and saved, by the label run.", labels=["run", "kind"]
-        )
-        for run, totals in ((OTHERS, runs.others), *sorted(runs.totals.items())):
-            for outcome in Outcome:
-                calls.add_metric([run, outcome.name.lower()], totals.outcomes[outcome])
-            seconds.add_metric([run, "executed"], totals.executed_s)
-            seconds.add_metric([run, "saved"], totals.saved_s)
-        yield calls
-        yield seconds
 
     def _times(self) -> Iterator[Metric]:
         counts = self._control.engine.counts
@@ -110,64 +86,52 @@ class _Totals(Collector):
             yield family
 
     def _gauges(self) -> Iterator[Metric]:
-        control = self._control
+        control, engine = self._control, self._control.engine
         for name, gauge in (
-            ("sandboxes", len(control.engine.pool.roster)),
-            ("sandboxes_budget", control.engine.pool.bound.most),
-            ("warm_sandboxes", len(control.engine.warm.forks())),
-            ("checkpoint_bytes", control.engine.cache.checkpoint_bytes),
-            ("checkpoint_budget_bytes", control.engine.settings.checkpoint_bytes),
-            ("snapshots", len(control.engine.snapshots)),
-            ("snapshot_bytes", control.engine.cache.used_bytes),
-            ("snapshots_full", len(control.engine.cache.full)),
-            ("snapshots_unproven", len(control.engine.cache.unproven)),
-            ("damaged_rows", control.engine.store.trees.damaged + sum(control.engine.store.database.damaged.values())),
-            ("snapshot_budget_bytes", control.engine.settings.snapshot_bytes),
-            ("answer_bytes", control.engine.answers.used_bytes),
-            ("answer_budget_bytes", control.engine.settings.answer_memory_bytes),
-            ("store_bytes", control.engine.store.database.size_bytes()),
-            ("tree_records", control.engine.trees.size),
-            ("tree_records_budget", control.engine.settings.tree_memory_records),
-            ("rollouts", len(control.engine.tasks.rollouts.running)),
-            ("calls_under_way", len(control.engine.step.calls)),
-            ("sandbox_waiters", control.engine.pool.waiting),
+            ("sandboxes", len(engine.pool.roster)),
+            ("sandboxes_budget", engine.pool.bound.most),
+            ("warm_sandboxes", len(engine.warm.forks())),
+            ("checkpoint_bytes", engine.cache.checkpoint_bytes),
+            ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
+            ("snapshots", len(engine.snapshots)),
+            ("snapshot_bytes", engine.cache.used_bytes),
+            ("snapshots_full", len(engine.cache.full)),
+            ("snapshots_unproven", len(engine.cache.unproven)),
+            ("damaged_rows", engine.store.trees.damaged + sum(engine.store.database.damaged.values())),
+            ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
+            ("answer_bytes", engine.answers.used_bytes),
+            ("answer_budget_bytes", engine.settings.answer_memory_bytes),
+            ("store_bytes", engine.store.database.size_bytes()),
+            ("tree_records", engine.trees.size),
+            ("tree_records_budget", engine.settings.tree_memory_records),
+            ("rollouts", len(engine.tasks.rollouts.running)),
+            ("calls_under_way", len(engine.step.calls)),
+            ("sandbox_waiters", engine.pool.waiting),
             ("visits", control.scratch_forks.open),
             ("listeners", len(control.activity.listeners)),
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
-        slots = Counter(slot.state for slot in control.engine.pool.roster.slots)
+        slots = Counter(slot.state for slot in engine.pool.roster.slots)
         for state in SandboxState:
             if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], slots[state])
         yield states
-        quotas = GaugeMetricFamily(
-            "forkpoint_quota_calls",
-            "Calls of each quota here: that run, that wait, and that may run at once.",
-            labels=["tasks", "state"],
-        )
-        for pattern, quota in (
-            () if control.engine.executor.quotas is None else control.engine.executor.quotas.each.items()
-        ):
+        text = "Calls of each quota here: that run, that wait, and that may run at once."
+        quotas = GaugeMetricFamily("forkpoint_quota_calls", text, labels=["tasks", "state"])
+        for pattern, quota in () if engine.executor.quotas is None else engine.executor.quotas.each.items():
             for name, calls in (*quota.usage._asdict().items(), ("share", quota.share)):
                 quotas.add_metric([pattern, name], calls)
         yield quotas
 
     def _audits(self) -> Iterator[Metric]:
         counts = self._control.engine.counts
-        yield CounterMetricFamily(
-            "forkpoint_audit_checked", "Recorded calls that audits ran again.", value=counts.audit_checked
-        )
-        yield CounterMetricFamily(
-            "forkpoint_audit_differing",
-            "Recorded calls that audits ran again and that differ from their records.",
-            value=counts.audit_differing,
-        )
-        rate = GaugeMetricFamily(
-            "forkpoint_wrong_answer_rate",
-            "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson).",
-            labels=["sample", "bound"],
-        )
+        text = "Recorded calls that audits ran again."
+        yield CounterMetricFamily("forkpoint_audit_checked", text, value=counts.audit_checked)
+        text = "Recorded calls that audits ran again and that differ from their records."
+        yield CounterMetricFamily("forkpoint_audit_differing", text, value=counts.audit_differing)
+        text = "Rate of wrong answers over all audits: seen, and 95 % confidence bounds (Clopper-Pearson)."
+        rate = GaugeMetricFamily("forkpoint_wrong_answer_rate", text, labels=["sample", "bound"])
         for estimate in wrong_answers(self._control):
             for bound, value in (("low", estimate.low), ("seen", estimate.seen), ("high", estimate.high)):
                 rate.add_metric([estimate.sample, bound], value)
@@ -198,20 +162,22 @@ def wrong_answers(control: ControlPlane) -> Iterator[WrongAnswers]:
         yield WrongAnswers.of(kind, checked, differing)
 
 
-def _labelled(name: str, text: str, label: str, values: Iterable[tuple[str, float]]) -> CounterMetricFamily:
-    family = CounterMetricFamily(name, text, labels=[label])
-    for key, value in values:
+def _by_outcome(outcomes: Sequence[int]) -> dict[str, int]:
+    return {outcome.name.lower(): outcomes[outcome] for outcome in Outcome}
+
+
+def _labelled(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"forkpoint_{name}", text, labels=[label])
+    for key, value in values.items():
         family.add_metric([key], value)
     return family
 
 
-class Metrics:
-    """The `/metrics` page."""
-
-    def __init__(self, control: ControlPlane) -> None:
-        self._registry = CollectorRegistry()
-        self._registry.register(_Totals(control))
-
-    def render(self) -> bytes:
-        """Return the page."""
-        return generate_latest(self._registry)
+def _by_two(
+    name: str, text: str, labels: tuple[str, str], values: Mapping[str, Mapping[str, float]]
+) -> CounterMetricFamily:
+    family = CounterMetricFamily(f"forkpoint_{name}", text, labels=labels)
+    for key, each in values.items():
+        for other, value in each.items():
+            family.add_metric([key, other], value)
+    return family

@@ -92,16 +92,11 @@ class _Group:
     def add_group(self, other: "_Group") -> None:
         """Add another group: one of the same name, or any for the total."""
         self.totals.merge(other.totals)
-        self.seconds += other.seconds
-        self.paid += other.paid
-        self.executed_tokens += other.executed_tokens
-        self.saved_tokens += other.saved_tokens
+        for name in ("seconds", "paid", "executed_tokens", "saved_tokens", "rollouts", "rewarded", "rewards"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self.executed_cpu_s = _sum(self.executed_cpu_s, other.executed_cpu_s)
         self.saved_cpu_s = _sum(self.saved_cpu_s, other.saved_cpu_s)
         self.peak_bytes = _most(self.peak_bytes, other.peak_bytes)
-        self.rollouts += other.rollouts
-        self.rewarded += other.rewarded
-        self.rewards += other.rewards
         if other.overheads is not None:
             mine = self.overheads or dict.fromkeys(_OVERHEADS, 0.0)
             self.overheads = {name: mine[name] + other.overheads[name] for name in _OVERHEADS}

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from proxy.compat.docker import responses
 from proxy.compat.docker.containers import Container
 
 _MAX_WAITING = 1000
@@ -67,16 +68,10 @@ def _event(action: str, container: Container, time_ns: int) -> dict[str, Any]:
 
 def _matches(event: Mapping[str, Any], filters: Mapping[str, Sequence[str]]) -> bool:
     attributes = event["Actor"]["Attributes"]
-    values = {
-        "type": (event["Type"],),
-        "event": (event["Action"],),
-        "container": (event["id"], attributes["name"]),
-        "label": (*attributes, *(f"{name}={value}" for name, value in attributes.items())),
+    checks: dict[str, Callable[[str], bool]] = {
+        "type": lambda value: value == event["Type"],
+        "event": lambda value: value == event["Action"],
+        "container": lambda value: value in (event["id"], attributes["name"]),
+        "label": lambda value: responses.has_label(attributes, value),
     }
-    for name, held in values.items():
-        wanted = list(filters.get(name) or ())
-        # As in Docker's lists: all labels, and any of several other values.
-        combine = all if name == "label" else any
-        if wanted and not combine(value in held for value in wanted):
-            return False
-    return True
+    return responses.passes(filters, checks)

@@ -6,7 +6,7 @@ kept in memory only, and a volume ends with its project.
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -199,9 +199,9 @@ def _volume(volume: Volume) -> dict[str, Any]:
 def _passes(entry_id: str, entry: Network | Volume, filters: Mapping[str, Sequence[str]]) -> bool:
     """Return whether a network or volume passes the filters of a list: name, id and label. Others are ignored."""
     labels = entry.labels if isinstance(entry, Volume) else entry.body.get("Labels") or {}
-    names, ids = filters.get("name") or (), filters.get("id") or ()
-    return (
-        all(responses.has_label(labels, value) for value in filters.get("label") or ())
-        and (not names or any(value.strip("^$") in entry.name for value in names))
-        and (not ids or any(entry_id.startswith(value) for value in ids))
-    )
+    checks: dict[str, Callable[[str], bool]] = {
+        "label": lambda value: responses.has_label(labels, value),
+        "name": lambda value: value.strip("^$") in entry.name,
+        "id": entry_id.startswith,
+    }
+    return responses.passes(filters, checks)

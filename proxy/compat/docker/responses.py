@@ -191,8 +191,19 @@ def has_label(labels: Mapping[str, str], wanted: str) -> bool:
     return name in labels and (not equals or labels[name] == value)
 
 
+def passes(filters: Mapping[str, Sequence[str]], checks: Mapping[str, Callable[[str], bool]]) -> bool:
+    """Return whether an entry passes a list's filters; only those of `checks` are looked at."""
+    for name, check in checks.items():
+        values = list(filters.get(name) or ())
+        # Docker's rule: an entry must have all labels, but only one of several names or states.
+        combine = all if name == "label" else any
+        if values and not combine(check(value) for value in values):
+            return False
+    return True
+
+
 def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
-    """Return whether a container passes a list's filters; only those of `checks` are looked at."""
+    """Return whether a container passes a list's filters."""
     labels = container.spec.body.get("Labels") or {}
     checks: dict[str, Callable[[str], bool]] = {
         "id": container.id.startswith,
@@ -202,13 +213,7 @@ def matches(container: Container, filters: Mapping[str, Sequence[str]]) -> bool:
         "label": lambda value: has_label(labels, value),
         "network": lambda value: value in container.networks,
     }
-    for name, check in checks.items():
-        values = list(filters.get(name) or ())
-        # Docker's rule: a container must have all labels, but only one of several names or states.
-        combine = all if name == "label" else any
-        if values and not combine(check(value) for value in values):
-            return False
-    return True
+    return passes(filters, checks)
 
 
 def exec_details(instance: Exec) -> Local:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from proxy.audit.noise_masks import Masks
+from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.lines import Kept
-from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import DroppedError
 from proxy.cluster.protocol import Stepped
 from proxy.tree.rollout import Outcome

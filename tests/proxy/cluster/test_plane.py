@@ -7,10 +7,10 @@ from typing import Any, cast
 
 import pytest
 
+from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import ASK, PEER, VIEW, Passed
-from proxy.cluster.origin import ORIGIN, Origin
 from proxy.cluster.owned import Owned
 from proxy.cluster.plane import ClusterPlane, PassedUpload
 from proxy.cluster.protocol import Ended, StepId, Steps
