@@ -12,7 +12,7 @@ import typer
 from forkpoint.exchange import given
 from forkpoint.trajectory_files import Format, TrajectoryFileError, lines, write
 from proxy.cli.client import ControlClient, fail
-from proxy.cli.options import JsonOption, LabelOption, TaskArgument, complete_rollout, complete_task
+from proxy.cli.options import JsonOption, LabelOption, OnlyTask, TaskArgument, complete_rollout
 from proxy.cli.output import print_json
 from proxy.cli.progress import CHUNK, items_bar, total_of
 
@@ -20,10 +20,7 @@ from proxy.cli.progress import CHUNK, items_bar, total_of
 def trajectories(
     proxy: ControlClient,
     file: Annotated[Path, typer.Argument(help="File to write, or directory for 'hf'; - is stdout.", metavar="FILE")],
-    task: Annotated[
-        str | None,
-        typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
-    ] = None,
+    task: OnlyTask = None,
     *,
     format: Annotated[  # noqa: A002 - the option's name
         Format | None, typer.Option(help="Format of the file.", show_default="by the name of the file")

@@ -23,12 +23,7 @@ _POLL_S = 0.5
 
 def verify(
     proxy: ControlClient,
-    task: Annotated[
-        str | None,
-        typer.Argument(
-            help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=options.complete_task
-        ),
-    ] = None,
+    task: options.OnlyTask = None,
     sample: Annotated[
         int, typer.Option(help="Number of recorded calls to check, drawn evenly.", min=1, max=1_000_000)
     ] = 100,

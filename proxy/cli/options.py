@@ -85,6 +85,10 @@ DataOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 TaskArgument = Annotated[str, typer.Argument(help="Name of the task.", metavar="TASK", autocompletion=complete_task)]
+OnlyTask = Annotated[
+    str | None,
+    typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
+]
 RolloutArgument = Annotated[
     str, typer.Argument(help="Name of the rollout.", metavar="ROLLOUT", autocompletion=complete_rollout)
 ]

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from proxy.cli.client import LONG_S, ControlClient
-from proxy.cli.options import JsonOption, LabelOption, complete_task
+from proxy.cli.options import JsonOption, LabelOption, OnlyTask
 from proxy.cli.output import show
 from proxy.cli.rendering import report_page
 from proxy.cli.rendering.lists import ListColumns
@@ -21,10 +21,7 @@ Labels = list[str] | None
 
 def report(
     proxy: ControlClient,
-    task: Annotated[
-        str | None,
-        typer.Argument(help="Only this task.", metavar="TASK", show_default="all tasks", autocompletion=complete_task),
-    ] = None,
+    task: OnlyTask = None,
     *,
     by: Annotated[str, typer.Option(help="Group by 'task', 'endpoint', or a label such as 'run' or 'step'.")] = "run",
     label: LabelOption = None,

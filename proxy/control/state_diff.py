@@ -7,17 +7,7 @@ from typing import Any
 import orjson
 
 from proxy.control.scratch_forks import ScratchForks, sql_call
-from proxy.control.views.diff import (
-    CONTENT_BYTES,
-    FILES_SHOWN,
-    DatabaseChange,
-    DiffView,
-    TableChange,
-    differing_paths,
-    file_changes,
-    session_changes,
-    table_change,
-)
+from proxy.control.views import diff as views
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import Sandbox
 from sandboxes.inspection import FileEntry, InspectableSandbox
@@ -33,9 +23,9 @@ _FILES_PER_REQUEST = 50
 """Files whose contents are read in one request: at most 3 MiB."""
 
 
-async def diff(forks: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> DiffView:
+async def diff(forks: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> views.DiffView:
     """Return what changed from node a to node b of the same tree. Errors as for `ScratchForks.at`."""
-    view = DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=_same(a, b))
+    view = views.DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=_same(a, b))
     if a is b:
         return view.model_copy(update={"files": [], "sessions": [], "databases": []})
     async with forks.at(tree, a) as before, forks.at(tree, b) as after:
@@ -50,46 +40,46 @@ def _same(a: Node, b: Node) -> bool:
     return a is b or (a.state is not None and a.state == b.state)
 
 
-async def _files(view: DiffView, before: Sandbox, after: Sandbox, driver: str) -> None:
+async def _files(view: views.DiffView, before: Sandbox, after: Sandbox, driver: str) -> None:
     if not (isinstance(before, InspectableSandbox) and isinstance(after, InspectableSandbox)):
         view.unshown.append(f"files and sessions: driver {driver!r} cannot compare them")
         return
-    views = await before.inspect(), await after.inspect()
-    view.sessions = session_changes(*views)
-    paths = differing_paths(*views)
+    states = await before.inspect(), await after.inspect()
+    view.sessions = views.session_changes(*states)
+    paths = views.differing_paths(*states)
     if paths is None:
         view.unshown.append("files: too many paths differ from the task's root state")
         return
-    if len(paths) > FILES_SHOWN:
-        view.unshown.append(f"files: the first {FILES_SHOWN} of {len(paths)} paths that differ")
+    if len(paths) > views.FILES_SHOWN:
+        view.unshown.append(f"files: the first {views.FILES_SHOWN} of {len(paths)} paths that differ")
     view.files_total = len(paths)
-    shown = paths[:FILES_SHOWN]
+    shown = paths[: views.FILES_SHOWN]
     entries = await _entries(before, shown), await _entries(after, shown)
     # Comparing the lines of hostile files may take seconds.
-    view.files = await asyncio.to_thread(file_changes, shown, *entries)
+    view.files = await asyncio.to_thread(views.file_changes, shown, *entries)
 
 
 async def _entries(sandbox: InspectableSandbox, paths: Sequence[str]) -> Mapping[str, FileEntry]:
     entries: dict[str, FileEntry] = {}
     for start in range(0, len(paths), _FILES_PER_REQUEST):
-        entries |= await sandbox.entries(paths[start : start + _FILES_PER_REQUEST], content_bytes=CONTENT_BYTES)
+        entries |= await sandbox.entries(paths[start : start + _FILES_PER_REQUEST], content_bytes=views.CONTENT_BYTES)
     return entries
 
 
-async def _database(spec: EnvironmentSpec, name: str, before: Sandbox, after: Sandbox) -> DatabaseChange | None:
+async def _database(spec: EnvironmentSpec, name: str, before: Sandbox, after: Sandbox) -> views.DatabaseChange | None:
     schemas = [await _schema(spec, name, sandbox) for sandbox in (before, after)]
     tables = sorted(schemas[0].keys() | schemas[1])
-    changes: list[TableChange] = []
+    changes: list[views.TableChange] = []
     for table in tables[:_TABLES_SHOWN]:
         sides = [
             await _rows(spec, name, table, sandbox) if table in schema and not table.startswith(_WITHOUT_ROWS) else None
             for sandbox, schema in zip((before, after), schemas, strict=True)
         ]
-        change = table_change(table, (schemas[0].get(table), schemas[1].get(table)), (sides[0], sides[1]))
+        change = views.table_change(table, (schemas[0].get(table), schemas[1].get(table)), (sides[0], sides[1]))
         if change is not None:
             changes.append(change)
     unshown = f"only the first {_TABLES_SHOWN} of {len(tables)} tables" if len(tables) > _TABLES_SHOWN else ""
-    return DatabaseChange(database=name, tables=changes, unshown=unshown) if changes or unshown else None
+    return views.DatabaseChange(database=name, tables=changes, unshown=unshown) if changes or unshown else None
 
 
 async def _schema(spec: EnvironmentSpec, name: str, sandbox: Sandbox) -> dict[str, str]:

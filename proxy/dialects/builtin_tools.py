@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
@@ -187,8 +188,8 @@ _SQL = (
 def _video_tool(name: str) -> McpTool:
     kind = video.TOOLS[name]
     return McpTool(
-        name, kind.description, kind.properties, kind.required, name not in video.CHANGING, video.maker(name),
-        lambda spec: spec.video is not None, video.mcp_content,
+        name, kind.description, kind.properties, kind.required, name not in video.CHANGING,
+        partial(video.call_of, name), lambda spec: spec.video is not None, video.mcp_content,
     )  # fmt: skip
 
 

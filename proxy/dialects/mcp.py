@@ -15,21 +15,7 @@ from typing import Any
 import orjson
 from typing_extensions import override
 
-from proxy.dialects import builtin_tools, video
-from proxy.dialects.base import (
-    Call,
-    Cancel,
-    Close,
-    Eventful,
-    Local,
-    LoneSurrogateError,
-    MalformedJsonError,
-    Meaning,
-    Open,
-    Request,
-    Response,
-    json_object,
-)
+from proxy.dialects import base, builtin_tools, video
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -69,7 +55,7 @@ class _Message:
     modern: bool  # Whether the client speaks the version without sessions.
 
 
-class Mcp(Eventful):
+class Mcp(base.Eventful):
     """The dialect of a task's MCP endpoint."""
 
     headers_matter = True
@@ -85,13 +71,17 @@ class Mcp(Eventful):
     # -- requests ----------------------------------------------------------------------------------------------------
 
     @override
-    def read(self, request: Request) -> Meaning:
+    def read(self, request: base.Request) -> base.Meaning:
         server = self._server(request)
         if request.method == "DELETE":
             # A session that the proxy named is the rollout, and ends with it. A rollout that the URL names goes on.
-            return Local(204, headers=()) if request.rollout else Close(self._rollout(request), Local(204, headers=()))
+            return (
+                base.Local(204, headers=())
+                if request.rollout
+                else base.Close(self._rollout(request), base.Local(204, headers=()))
+            )
         if request.method != "POST":
-            return Local(405, headers=(("allow", "POST, DELETE"),))
+            return base.Local(405, headers=(("allow", "POST, DELETE"),))
         message = _message_of(request)
         if message.id is None:
             return self._notification(message, request)
@@ -112,15 +102,15 @@ class Mcp(Eventful):
             _NOT_FOUND, _NO_SUCH.get(message.method, f"there is no method {message.method!r} behind Forkpoint.")
         )
 
-    def _notification(self, message: _Message, request: Request) -> Meaning:
+    def _notification(self, message: _Message, request: base.Request) -> base.Meaning:
         """Return the meaning of a notification: a cancellation goes to the call, all others are only accepted."""
-        accepted = Local(202, headers=(), within=_session_of(request))
+        accepted = base.Local(202, headers=(), within=_session_of(request))
         rollout = request.rollout or _session_of(request)
         if message.method != "notifications/cancelled" or not rollout:
             return accepted
-        return Cancel(rollout, _cancel_name(message.params.get("requestId")), accepted)
+        return base.Cancel(rollout, _cancel_name(message.params.get("requestId")), accepted)
 
-    def _server(self, request: Request) -> str:
+    def _server(self, request: base.Request) -> str:
         """Return the server that the path names; empty for all servers."""
         name = request.path.strip("/")
         # Some clients append `/mcp` to every URL that does not end with it.
@@ -137,14 +127,14 @@ class Mcp(Eventful):
             return server or self._names[0]
         raise _McpError(_NOT_FOUND, f"this method needs one server. Use {', '.join(f'/mcp/{n}' for n in self._names)}.")
 
-    def _begin(self, message: _Message, request: Request, server: str) -> Meaning:
+    def _begin(self, message: _Message, request: base.Request, server: str) -> base.Meaning:
         wanted = message.params.get("protocolVersion")
         version = wanted if wanted in HANDSHAKES else HANDSHAKES[0]
         reply = _result(message, {"protocolVersion": version, **self._about(server)})
         if request.rollout:
             return reply
         name = f"mcp-{request.fresh}"
-        return Open(name, reply, headers=((SESSION, name),))
+        return base.Open(name, reply, headers=((SESSION, name),))
 
     def _about(self, server: str) -> dict[str, Any]:
         capabilities: dict[str, Any] = {"tools": {}}
@@ -153,7 +143,7 @@ class Mcp(Eventful):
         title = f"forkpoint: {server}" if server else "forkpoint"
         return {"capabilities": capabilities, "serverInfo": {"name": title, "version": "1"}}
 
-    def _rollout(self, request: Request) -> str:
+    def _rollout(self, request: base.Request) -> str:
         name = request.rollout or request.header(SESSION)
         if not name:
             raise RefusalError(
@@ -164,7 +154,7 @@ class Mcp(Eventful):
             )
         return name
 
-    def _list(self, message: _Message, request: Request, server: str) -> Meaning:
+    def _list(self, message: _Message, request: base.Request, server: str) -> base.Meaning:
         if message.params.get("cursor") is not None:
             raise _McpError(_INVALID, "lists are complete and have no cursor. Leave the cursor out.")
         if not (server or self._names):
@@ -176,7 +166,7 @@ class Mcp(Eventful):
     def _listed(self) -> list[dict[str, Any]]:
         return [tool.listed() for tool in self._tools.values()]
 
-    def _checked(self, message: _Message, request: Request, server: str) -> Call | Local:
+    def _checked(self, message: _Message, request: base.Request, server: str) -> base.Call | base.Local:
         """Return what a call of a tool means: a model reads what is wrong with its arguments, as the tool's result."""
         name, arguments = message.params.get("name"), message.params.get("arguments") or {}
         if not isinstance(name, str) or not isinstance(arguments, dict):
@@ -187,7 +177,9 @@ class Mcp(Eventful):
         except _ArgumentsError as error:
             return replace(_result(message, builtin_tools.refused(str(error))), within=_session_of(request))
 
-    def _tool(self, message: _Message, request: Request, server: str, name: str, arguments: dict[str, Any]) -> Call:
+    def _tool(
+        self, message: _Message, request: base.Request, server: str, name: str, arguments: dict[str, Any]
+    ) -> base.Call:
         if message.fault:
             raise _ArgumentsError(message.fault)
         if not server and name in self._tools:
@@ -212,16 +204,16 @@ class Mcp(Eventful):
         return replace(forwarded, streams=True, events=True, cancel=_cancel_name(message.id), hangup=message.modern)
 
     def _forward(
-        self, message: _Message, request: Request, server: str, params: dict[str, Any], *, constant: bool = False
-    ) -> Call:
+        self, message: _Message, request: base.Request, server: str, params: dict[str, Any], *, constant: bool = False
+    ) -> base.Call:
         identity = {member: value for member, value in params.items() if member != "_meta"}
         tool = str(params["name"]) if message.method == "tools/call" else message.method
         call = ToolCall("mcp", tool, {"server": server, "method": message.method, "params": identity})
         return self._named(request, call, constant=constant)
 
-    def _named(self, request: Request, call: ToolCall, *, constant: bool = False) -> Call:
+    def _named(self, request: base.Request, call: ToolCall, *, constant: bool = False) -> base.Call:
         rollout = _session_of(request) if constant else self._rollout(request)
-        return Call(
+        return base.Call(
             call, call_key(call), rollout=rollout, bound=True, constant=constant,
             existing=bool(rollout) and not request.rollout,
         )  # fmt: skip
@@ -229,17 +221,17 @@ class Mcp(Eventful):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     @override
-    def answer(self, response: Response, request: Request) -> Response:
+    def answer(self, response: base.Response, request: base.Request) -> base.Response:
         message = _message_of(request)
         payload = self._payload(response, message, request)
         notes = (_note_for(note, message) for note in payload.get("notifications", []))
         messages = [_event(orjson.dumps(note)) for note in notes if note is not None]
         local = _response_to(message, payload)
         if messages or not _accepts(request, "application/json"):
-            return Response(200, _STREAM, b"".join([*messages, _event(local.body)]))
-        return Response(local.status, local.headers, local.body)
+            return base.Response(200, _STREAM, b"".join([*messages, _event(local.body)]))
+        return base.Response(local.status, local.headers, local.body)
 
-    def _payload(self, response: Response, message: _Message, request: Request) -> dict[str, Any]:
+    def _payload(self, response: base.Response, message: _Message, request: base.Request) -> dict[str, Any]:
         """Return the payload of a recorded response: notifications, and a result or an error."""
         if message.method == "tools/call" and dict(response.headers).get("content-type") != builtin_tools.RECORDED:
             return {"result": builtin_tools.result_of(self._tools[message.params["name"]], response)}
@@ -249,21 +241,21 @@ class Mcp(Eventful):
         return payload
 
     @override
-    def takes_events(self, request: Request) -> bool:
+    def takes_events(self, request: base.Request) -> bool:
         return _accepts(request, "text/event-stream")
 
     @override
-    def event(self, message: bytes, request: Request) -> bytes:
+    def event(self, message: bytes, request: base.Request) -> bytes:
         note = _note_for(parse_json(message), _message_of(request))
         return b"" if note is None else _event(orjson.dumps(note))
 
     @override
-    def last_event(self, response: Response, request: Request) -> bytes:
+    def last_event(self, response: base.Response, request: base.Request) -> bytes:
         message = _message_of(request)
         return _event(_response_to(message, self._payload(response, message, request)).body)
 
     @override
-    def problem(self, problem: Problem, request: Request) -> Local | None:
+    def problem(self, problem: Problem, request: base.Request) -> base.Local | None:
         try:
             message = _message_of(request)
         except RefusalError:
@@ -296,12 +288,12 @@ class _ArgumentsError(Exception):
 _NOTHING = _Message("", {}, None, "", modern=False)
 
 
-def _session_of(request: Request) -> str:
+def _session_of(request: base.Request) -> str:
     """Return the session that a request names, which must be running; empty if the URL names the rollout."""
     return "" if request.rollout else request.header(SESSION)
 
 
-def _message_of(request: Request) -> _Message:
+def _message_of(request: base.Request) -> _Message:
     """Return the message in a request's body, which is parsed once, also if it is refused."""
     if "message" not in request.parsed:
         request.parsed["message"] = None
@@ -312,14 +304,14 @@ def _message_of(request: Request) -> _Message:
     return message
 
 
-def _parsed_message(request: Request) -> _Message:
+def _parsed_message(request: base.Request) -> _Message:
     fault = ""
     try:
-        value = json_object(request.body, "one JSON-RPC 2.0 message", status=400)
-    except MalformedJsonError as error:
+        value = base.json_object(request.body, "one JSON-RPC 2.0 message", status=400)
+    except base.MalformedJsonError as error:
         error.code = _MALFORMED
         raise
-    except LoneSurrogateError as error:
+    except base.LoneSurrogateError as error:
         if error.value.get("method") != "tools/call":
             raise
         value, fault = error.value, str(error)
@@ -363,23 +355,23 @@ class _UnsupportedError(_McpError):
         self.slug = "version"
 
 
-def _result(message: _Message, result: dict[str, Any]) -> Local:
+def _result(message: _Message, result: dict[str, Any]) -> base.Local:
     return _response_to(message, {"result": result})
 
 
-def _response_to(message: _Message, payload: dict[str, Any], status: int | None = None) -> Local:
+def _response_to(message: _Message, payload: dict[str, Any], status: int | None = None) -> base.Local:
     """Return the response with a payload's result or error, in the form of the version that the client speaks."""
     body: dict[str, Any] = {"jsonrpc": "2.0", "id": message.id}
     if "error" in payload:
         body["error"] = payload["error"]
         status = status or (_STATUS.get(payload["error"].get("code"), 200) if message.modern else 200)
-        return Local(status, orjson.dumps(body), _JSON)
+        return base.Local(status, orjson.dumps(body), _JSON)
     body["result"] = payload.get("result", {})
     if message.modern:
         cached = {"ttlMs": 0, "cacheScope": "private"}
         lasting = message.method in _LISTS or message.method in ("server/discover", "resources/read")
         body["result"] = {"resultType": "complete", **(cached if lasting else {}), **body["result"]}
-    return Local(200, orjson.dumps(body), _JSON)
+    return base.Local(200, orjson.dumps(body), _JSON)
 
 
 def _note_for(note: dict[str, Any], message: _Message) -> dict[str, Any] | None:
@@ -404,7 +396,7 @@ def _cancel_name(request_id: object) -> str:
     return repr(request_id)
 
 
-def _accepts(request: Request, media_type: str) -> bool:
+def _accepts(request: base.Request, media_type: str) -> bool:
     """Return whether a client accepts a media type. A client without an `Accept` header accepts JSON."""
     accepted = request.header("accept")
     if media_type in accepted or f"{media_type.partition('/')[0]}/*" in accepted:

@@ -2,9 +2,8 @@
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from typing import Any, Literal
 from urllib.parse import unquote
@@ -174,11 +173,6 @@ def for_rollout(call: ToolCall, rollout: str, spec: EnvironmentSpec) -> ToolCall
     number = _NUMBER.search(rollout)
     chosen = int(number[1]) if number else int.from_bytes(blake2b(rollout.encode(), digest_size=8).digest(), "big")
     return replace(call, arguments={**call.arguments, "variant": chosen % spec.video.variants})
-
-
-def maker(tool: str) -> Callable[[dict[str, Any], EnvironmentSpec], ToolCall]:
-    """Return the function that makes a tool's call from MCP's arguments and the task's environment."""
-    return partial(call_of, tool)
 
 
 def mcp_content(response: Response) -> dict[str, Any] | None:
