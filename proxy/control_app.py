@@ -1,5 +1,6 @@
 """The application behind the data plane: the control plane, the page, the manual, and the health of the proxy."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
@@ -18,8 +19,10 @@ from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, WHOLE
 from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
+from proxy.lifecycle import BackgroundWork
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.storage.errors import StoreError
+from proxy.telemetry.alerts import EVERY_S
 from proxy.ui.api import PageData, page_data
 from proxy.ui.manual_files import manual
 from proxy.ui.static_files import page
@@ -77,6 +80,11 @@ def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
 
 def _health(app: FastAPI, control: ControlPlane) -> None:
     metrics = Metrics(control)
+
+    async def look() -> None:
+        control.alerts.add(time.time(), metrics.values())
+
+    control.lifecycle.background.append(BackgroundWork("alerts", EVERY_S, look))
 
     @app.get("/healthz", tags=["health"], name="get_health")
     async def healthz() -> dict[str, str]:
