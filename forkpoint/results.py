@@ -279,7 +279,7 @@ class RolloutInfo(Shown):
     start: str
     calls: int
     finished: bool
-    state: Literal["running", "idle", "finished"]
+    state: Literal["running", "idle", "lost", "finished"]
     created_at: datetime
     used_at: datetime
     labels: Mapping[str, str | int | float]

@@ -4,6 +4,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from threading import Timer
 from typing import Any
 
 import structlog
@@ -32,6 +33,10 @@ from sandboxes.errors import SandboxError
 
 log = structlog.get_logger()
 
+_SLOW_START_S = 1.0
+"""After how long a start says what it is doing. Reading back blocks the event loop, so a thread says it."""
+_SLOW_START = "still starting: reads back what the last process left, removes what it left half-done, tries each driver"
+
 _FAULTS = 20
 """How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
 
@@ -41,12 +46,17 @@ def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        slow = Timer(_SLOW_START_S, log.info, (_SLOW_START,))
+        slow.daemon = True
+        slow.start()
         try:
             await engine.open()
         except (SandboxError, StoreError, OSError) as error:
             # Foreseen: `run` shows the sentence, and the data plane keeps the traceback away from the log.
             engine.lifecycle.start_error = str(error)
             raise
+        finally:
+            slow.cancel()
         try:
             yield
         finally:

@@ -164,9 +164,7 @@ def report_of(parts: Sequence[ReportPart]) -> ReportView:
         by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
         total=total.row(None, request.price_per_hour),
         rows=[
-            groups[name].row(
-                name, request.price_per_hour, [part.kept[name] for part in parts if name is not None and name in part.kept]
-            )
+            groups[name].row(name, request.price_per_hour, [p.kept[name] for p in parts if name and name in p.kept])
             for name in names[:MAX_ROWS]
         ],
         truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
