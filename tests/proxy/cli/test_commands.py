@@ -24,6 +24,7 @@ def nodes(proxy: Running) -> list[str]:
 
 def test_rollout_lists_its_calls_with_bars(proxy: Running) -> None:
     text = typed(proxy, "rollout", "demo", "second")
+    assert " s saved, running at n" in text
     assert "demo / second: 3 calls, 0.03 s saved" in text
     assert text.count("hit") == 3
     assert "echo one > f" in text

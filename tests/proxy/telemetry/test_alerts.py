@@ -104,12 +104,15 @@ def _group(walk: Walk, rule: AlertRule) -> str:
     return next(iter(walk)).partition(f'{rule.by}="')[2].partition('"')[0]
 
 
-def test_raised_alerts_are_listed(tmp_path: Path) -> None:
+def test_raised_alerts_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails raises an alert at the next reading, which the page shows with what to do."""
+    alerts = Alerts()
+    alerts.add(1.0, {("forkpoint_failures_total", (("kind", "store"),)): 0.0})
+    alerts.add(2.0, {("forkpoint_failures_total", (("kind", "store"),)): 1.0})
+    raised = list(alerts.raised())
     with serving(tmp_path) as proxy:
         assert get(proxy, "system/alerts")["items"] == []
-        proxy.control.alerts.add(1.0, {("forkpoint_failures_total", (("kind", "store"),)): 0.0})
-        proxy.control.alerts.add(2.0, {("forkpoint_failures_total", (("kind", "store"),)): 1.0})
+        monkeypatch.setattr(Alerts, "raised", lambda _: iter(raised))
         (alert,) = get(proxy, "system/alerts")["items"]
         assert (alert["alert"], alert["severity"]) == ("ForkpointStoreFails", "critical")
         assert alert["what_to_do"] == "Free disk space on the file system of `data`."
