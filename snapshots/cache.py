@@ -109,7 +109,8 @@ class SnapshotCache:
         """Keep snapshots of a store within the budgets; `quota_of` names a tree's owner, if it has one."""
         self._store, self._drivers, self._counters = store, drivers, counters
         self._budget_bytes, self._checkpoint_bytes, self._quota_of = budget_bytes, checkpoint_bytes, quota_of
-        self._owned = Counter[DiskQuota]()  # As of the last `owned`, with what was added since.
+        # Bytes that the snapshots of each owner's trees have added, as last counted, with what was added since.
+        self.owned = Counter[DiskQuota]()
         self.failures = RestoreFailures(store)  # The restores that failed.
         # Bytes that all snapshots take, as the drivers last counted them, with what was added since.
         self.used_bytes = 0
@@ -135,14 +136,6 @@ class SnapshotCache:
         # Never negative: freezes add to the total before the next `fit` evicts.
         return max(0, self._budget_bytes - self.used_bytes)
 
-    def owned(self) -> Counter[DiskQuota]:
-        """Return how many bytes the snapshots of each owner's trees have added to the disk."""
-        self._owned = Counter()
-        for tree, size_bytes in self._store.tree_bytes.items():
-            if (quota := self._quota_of(tree)) is not None:
-                self._owned[quota] += size_bytes
-        return self._owned
-
     def accepts(self, kind: SnapshotKind, tree: int | None = None) -> bool:
         """Return whether a further snapshot of this kind may be taken; pins and roots are taken all the same.
 
@@ -152,7 +145,7 @@ class SnapshotCache:
         if self.used_bytes > _hard_bound(self._budget_bytes):
             return False
         quota = None if tree is None else self._quota_of(tree)
-        if quota is not None and self._owned[quota] > _hard_bound(quota.most_bytes):
+        if quota is not None and self.owned[quota] > _hard_bound(quota.most_bytes):
             return False
         return kind == "files" or self.checkpoint_bytes <= _hard_bound(self._checkpoint_bytes)
 
@@ -163,8 +156,8 @@ class SnapshotCache:
     @property
     def over_budget(self) -> bool:
         """Whether `fit` has something to evict."""
-        is_over = self.used_bytes > self._budget_bytes or self.checkpoint_bytes > self._checkpoint_bytes
-        return is_over or any(used_bytes > quota.most_bytes for quota, used_bytes in self.owned().items())
+        is_over_quota = any(used_bytes > quota.most_bytes for quota, used_bytes in self._count_owned().items())
+        return is_over_quota or self.used_bytes > self._budget_bytes or self.checkpoint_bytes > self._checkpoint_bytes
 
     @property
     def crowded(self) -> bool:
@@ -189,7 +182,7 @@ class SnapshotCache:
         # Counted even if it is dropped here: the driver still holds its storage until the next `collect`.
         self.used_bytes += snapshot.size_bytes
         if (quota := self._quota_of(snapshot.tree)) is not None:
-            self._owned[quota] += snapshot.size_bytes
+            self.owned[quota] += snapshot.size_bytes
         # During the freeze the node may have been forgotten, or another sandbox at it may have been frozen. Between
         # `save` and this line an eviction may have chosen the snapshot: a node must not name one that is gone.
         if node.detached or node.snapshot is not None or self._store.get(snapshot.id) is None:
@@ -306,9 +299,10 @@ class SnapshotCache:
         unproven_before, self.unproven = self.unproven, []
         # Owners first, then images: evicting them also counts towards the budget for all snapshots.
         evicted = 0
-        for quota in self.owned():
-            while count := await self._evict_over("files", self.owned()[quota], quota.most_bytes, judge, quota):
+        for quota in list(self._count_owned()):
+            while count := await self._evict_over("files", self.owned[quota], quota.most_bytes, judge, quota):
                 evicted += count
+                self._count_owned()
         # Images share nothing, so their bytes can be summed up without the drivers.
         evicted += await self._evict_over("processes", self.checkpoint_bytes, self._checkpoint_bytes, judge)
         self.used_bytes = await self._collect()
@@ -320,6 +314,13 @@ class SnapshotCache:
             log.info("snapshots exceed their budget until replays prove their states", snapshots=len(self.unproven))
         self._counters.evictions += evicted
         return evicted
+
+    def _count_owned(self) -> Counter[DiskQuota]:
+        self.owned = Counter()
+        for tree, size_bytes in self._store.tree_bytes.items():
+            if (quota := self._quota_of(tree)) is not None:
+                self.owned[quota] += size_bytes
+        return self.owned
 
     async def _evict_over(
         self, kind: SnapshotKind, used_bytes: int, budget_bytes: float, judge: Judge, quota: DiskQuota | None = None

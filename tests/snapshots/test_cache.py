@@ -304,13 +304,13 @@ def test_owner_keeps_no_more_than_its_quota(tmp_path: Path, monkeypatch: pytest.
     for number in range(1, 4):
         rig.add(number, 400, tree=1)
         rig.add(10 + number, 400, tree=2)
-    assert rig.cache.owned() == {alice: 1200, bob: 1200}
+    assert rig.cache.owned == {alice: 1200, bob: 1200}
     assert rig.cache.accepts("files", 1)
     rig.add(4, 400, tree=1)
     assert [rig.cache.accepts("files", tree) for tree in (1, 2, 3, None)] == [False, True, True, True]
     assert (rig.cache.over_budget, rig.fit(), rig.cache.over_budget) == (True, 2, False)
     assert {number for number, node in rig.nodes.items() if node.snapshot is None} == {1, 2}
-    assert rig.cache.owned() == {alice: 800, bob: 1200}
+    assert rig.cache.owned == {alice: 800, bob: 1200}
     rig.add(5, 400, tree=1)
     rig.held = dict.fromkeys(range(1, 6), "pinned")
     assert (rig.fit(), rig.cache.full) == (0, {"@alice"})

@@ -48,6 +48,6 @@ async def report_task(
 async def _read(control: ControlPlane, request: ReportRequest) -> ReportPart:
     part = await control.read(partial(read_part, request=request))
     if request.by == OWNER and request.task is None:
-        owned = control.cache.owned().items()
+        owned = control.cache.owned.items()
         part.kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
     return part
