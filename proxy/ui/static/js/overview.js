@@ -30,7 +30,7 @@ const tasksOf = (signal) => items("tasks", { signal });
 
 export async function overview({ main, params, signal, setParams }) {
   const figures = new Map(FIGURES.map(([name, title]) => [name, figure(title)]));
-  const alerts = h("div", { class: "alerts", role: "status" });
+  const alerts = h("div", { class: "alerts", role: "status", hidden: true });
   const line = timeline(signal, params, setParams);
   const table = taskTable(params, setParams);
   // A token for some tasks may not see the totals of all.
@@ -58,7 +58,9 @@ export async function overview({ main, params, signal, setParams }) {
   show(stats);
   if (stats) {
     const sums = async () => {
-      put(alerts, (await items("system/alerts", { signal })).map(alertNotice));
+      const raised = await items("system/alerts", { signal });
+      alerts.hidden = raised.length === 0;
+      put(alerts, raised.map(alertNotice));
       showSums(figures, ...(await Promise.all([get(`report?by=endpoint&price=${price()}`, { signal }), items("system/wrong-answers", { signal })])));
     };
     sums().catch(() => {});
@@ -133,7 +135,7 @@ function showFigures(figures, s, totals) {
   figures.get("failed").element.classList.toggle("bad", failures > s.recovered);
 }
 
-const alertNotice = (alert) => h("div", { class: "notice" }, h("strong", {}, alert.summary), h("p", {}, alert.what_to_do, " ", h("a", { href: "../manual/monitoring/" }, "Alerts"), ` (${alert.severity}, since ${alert.timestamp.slice(11, 16)} UTC)`));
+const alertNotice = (alert) => h("div", { class: "notice" }, h("strong", {}, alert.summary), h("p", {}, alert.what_to_do, " ", h("a", { href: "../manual/monitoring.html" }, "Alerts"), ` (${alert.severity}, since ${alert.timestamp.slice(11, 16)} UTC)`));
 
 /** Show what is summed over all that is stored, not since the start. */
 function showSums(figures, report, audits) {
