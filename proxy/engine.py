@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Literal, cast
 
 import structlog
@@ -399,10 +398,13 @@ def build_engine(
 
 def _disk_quotas(access: Access, store: Store, *, workers: int) -> Callable[[int], DiskQuota | None]:
     """Return what finds the owner of a tree: the named token whose tasks its task is one of."""
-    task_of = lru_cache(maxsize=None)(store.trees.task_of)
+    tasks = dict[int, str]()
 
     def quota_of(tree: int) -> DiskQuota | None:
-        tenant = access.tenant(task_of(tree))
+        # Asked for each tree at each sweep. A tree that is just imported may have no task yet.
+        if not tasks.get(tree):
+            tasks[tree] = store.trees.task_of(tree)
+        tenant = access.tenant(tasks[tree]) if tasks[tree] else None
         if tenant is None or not tenant.name:
             return None
         return DiskQuota(f"@{tenant.name}", math.inf if tenant.disk_bytes is None else tenant.disk_bytes / workers)
