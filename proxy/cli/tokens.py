@@ -52,7 +52,8 @@ def token(
         if name is None or _NAME.fullmatch(name) is None:
             fail(f"`forkpoint token {action.value}` needs a name: 1 to 64 of A-Z a-z 0-9 . _ - and no sign first.")
         if action is TokenAction.CREATE:
-            if disk and not (tasks and _SIZE.fullmatch(disk)):
+            named = any(pattern.startswith("disk=") for pattern in tasks or [])
+            if named or (disk and not (tasks and _SIZE.fullmatch(disk))):
                 fail("--disk takes a size such as 10G, and needs --tasks: it bounds what the states of these take.")
             _create(file, name, [*([f"disk={disk}"] if disk else []), *(tasks or [])], json=json)
         else:

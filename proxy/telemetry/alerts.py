@@ -191,7 +191,7 @@ RULES = (
     AlertRule(
         "ForkpointSlowHits", "warning", "One hit in a hundred takes more than 5 ms.",
         "The machine has too little CPU, or another program runs on the proxy's core.",
-        MetricSeries(f"{_HITS}_count", window_s=5 * _MINUTE), 1.0101,
+        MetricSeries(f"{_HITS}_count", window_s=5 * _MINUTE), 1.0102,
         MetricSeries(f"{_HITS}_bucket", "le", ("0.005",), 5 * _MINUTE), for_s=10 * _MINUTE,
     ),
 )  # fmt: skip

@@ -299,7 +299,8 @@ def test_owner_has_a_limit_of_kept_states(tmp_path: Path) -> None:
     file = tmp_path / "tokens"
     run = partial(CliRunner().invoke, app, env={"FORKPOINT_TOKEN_FILE": str(file)})
     refused = [["--disk", "10G"], ["--disk", "much", "--tasks", "a-*"], ["--disk", "1 G", "--tasks", "a-*"]]
-    assert [run(["token", "create", "alice", *options]).exit_code for options in refused] == [1, 1, 1]
+    refused += [["--tasks", "disk=1G"]]
+    assert [run(["token", "create", "alice", *options]).exit_code for options in refused] == [1, 1, 1, 1]
     created = run(["token", "create", "alice", "--disk", "10B", "--tasks", "alice-*"])
     carol = run(["token", "create", "carol", "--tasks", "c-*"]).stdout.strip()
     assert "at most 10B of kept states" in run(["token", "list"]).stdout
