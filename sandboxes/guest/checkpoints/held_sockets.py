@@ -127,9 +127,9 @@ class HeldSockets:
             now = _option(held, *name)
             if now is not None and (now != value or name == _REUSEPORT) and _is_choice(held, *name):
                 changed[name] = now
-        if changed and (name := _refused(kind, changed)):
+        if changed and (lost := _refused(kind, changed)):
             raise NotDumpableError(
-                f"option {name[1]} (level {name[0]}) of a socket of process {pid} cannot be set again"
+                f"option {lost[1]} (level {lost[0]}) of a socket of process {pid} cannot be set again"
             )
         self.options |= {f"{pid} {number} {level} {option}": now.hex() for (level, option), now in changed.items()}
 
