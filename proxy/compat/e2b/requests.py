@@ -9,6 +9,7 @@ Pids and request ids are in no key.
 import base64
 import binascii
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from posixpath import join
 from typing import Any
@@ -82,6 +83,13 @@ def sandbox_of(request: Request) -> str:
     """Return the sandbox that a request to envd names, in a header or in its host; empty if it names none."""
     host = _HOST.match(request.header("host"))
     return request.header("e2b-sandbox-id") or (host[2] if host else "")
+
+
+def sandboxes_in(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """Return the sandboxes that headers name, of which `sandbox_of` takes one."""
+    texts = [(name, value.decode("latin-1")) for name, value in headers if name in {b"e2b-sandbox-id", b"host"}]
+    hosts = [match[2] for name, value in texts if name == b"host" and (match := _HOST.match(value))]
+    return [value for name, value in texts if name == b"e2b-sandbox-id"] or hosts
 
 
 def port_of(request: Request) -> str:
