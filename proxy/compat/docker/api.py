@@ -16,7 +16,7 @@ from typing import Any
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.containers import Container, Shown
+from proxy.compat.docker.containers import Container, ShownContainers
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import ContainerExecs, require_running
 from proxy.compat.docker.images import ImageRequests
@@ -126,7 +126,7 @@ class DockerApi:
 
     # -- answered from memory ----------------------------------------------------------------------------------------
 
-    def _from_memory(self, request: DockerRequest, shown: Shown) -> Local | None:
+    def _from_memory(self, request: DockerRequest, shown: ShownContainers) -> Local | None:
         match (request.method, *request.segments):
             case ("GET" | "HEAD", "_ping"):
                 return responses.ping(request.method)
@@ -138,7 +138,7 @@ class DockerApi:
             return self._projects.names(shown.task, shown.owner).answer(request, self._registry.of(shown))
         return self._container_from_memory(request, shown)
 
-    def _container_from_memory(self, request: DockerRequest, shown: Shown) -> Local | None:
+    def _container_from_memory(self, request: DockerRequest, shown: ShownContainers) -> Local | None:
         match (request.method, *request.segments):
             case ("GET", "info"):
                 return responses.info(self._registry.of(shown))
@@ -160,7 +160,7 @@ class DockerApi:
                 return responses.exec_details(self._execs.find(shown, name))
         return None
 
-    def _list(self, request: DockerRequest, shown: Shown) -> Local:
+    def _list(self, request: DockerRequest, shown: ShownContainers) -> Local:
         filters = request.filters()
         with_stopped = request.flag("all") or "status" in filters
         containers = [
@@ -170,13 +170,13 @@ class DockerApi:
         ]
         return responses.container_list(containers, time.time(), self._network_ids(shown))
 
-    def _network_ids(self, shown: Shown) -> dict[str, str]:
+    def _network_ids(self, shown: ShownContainers) -> dict[str, str]:
         networks = self._projects.names(shown.task, shown.owner).networks
         return {name: network.id for name, network in networks.items()}
 
     # -- answered with an await --------------------------------------------------------------------------------------
 
-    async def _act(self, request: DockerRequest, shown: Shown, grant: Grant) -> Local | StreamedResponse:
+    async def _act(self, request: DockerRequest, shown: ShownContainers, grant: Grant) -> Local | StreamedResponse:
         task, owner = shown.task, shown.owner
         match (request.method, *request.segments):
             case (_, "images", *_):
@@ -214,7 +214,7 @@ class DockerApi:
         # Loads the rollout, after which the request may be one that memory answers.
         in_memory = container.is_planned or container.lost
         rollout = None if in_memory else await self._lifecycle.rollout_of(container)
-        return self._container_from_memory(request, Shown(task, owner)) or await self._in_container(
+        return self._container_from_memory(request, ShownContainers(task, owner)) or await self._in_container(
             request, container, rollout
         )
 
@@ -290,7 +290,7 @@ class DockerApi:
             raise RefusalError(
                 409, "docker", f'Conflict. The container name "/{name}" is being taken by another request.'
             )
-        for other in self._registry.of(Shown(task, owner)):
+        for other in self._registry.of(ShownContainers(task, owner)):
             if other.name == name:
                 raise RefusalError(
                     409, "docker", f'Conflict. The container name "/{name}" is already in use by container '
@@ -333,7 +333,7 @@ class DockerApi:
 
     # -- networks and events -----------------------------------------------------------------------------------------
 
-    def _change_network(self, verb: str, request: DockerRequest, shown: Shown, name: str) -> Local:
+    def _change_network(self, verb: str, request: DockerRequest, shown: ShownContainers, name: str) -> Local:
         """Connect a container of a project to a network, or disconnect it. Both only change what clients are shown."""
         network, body = self._projects.names(shown.task, shown.owner).require_network(name), request.json()
         container = self._registry.find(shown, str(body.get("Container") or ""))
@@ -353,8 +353,8 @@ class DockerApi:
         return Local(200, headers=())
 
 
-def _shown(address: Address, grant: Grant) -> Shown:
-    return Shown(address.task, address.rollout, alone=bool(grant.rollout))
+def _shown(address: Address, grant: Grant) -> ShownContainers:
+    return ShownContainers(address.task, address.rollout, alone=bool(grant.rollout))
 
 
 def _makes_call(request: DockerRequest) -> bool:

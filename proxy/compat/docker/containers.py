@@ -102,7 +102,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class ShownContainers:
     """Which containers a client is shown: those created below its URL; with a rollout's token, that rollout's alone."""
 
     task: str

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.docker.containers import Container, Shown
+from proxy.compat.docker.containers import Container, ShownContainers
 
 _MAX_WAITING = 1000
 """Events that are kept for a client that does not read. A client that falls further behind loses the oldest ones."""
@@ -17,7 +17,7 @@ class ContainerEvents:
     """Passes events on to the clients that listen. Nothing is kept for those that come later."""
 
     def __init__(self) -> None:
-        self._listeners: dict[asyncio.Queue[bytes], Shown] = {}
+        self._listeners: dict[asyncio.Queue[bytes], ShownContainers] = {}
 
     def publish(self, action: str, container: Container) -> None:
         """Tell the clients of a container's URL what happened: create, start, die, stop or destroy."""
@@ -32,7 +32,7 @@ class ContainerEvents:
 
     async def send(
         self,
-        shown: Shown,
+        shown: ShownContainers,
         filters: Mapping[str, Sequence[str]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:

@@ -9,7 +9,7 @@ import secrets
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.containers import Container, Exec, ExecState, Shown
+from proxy.compat.docker.containers import Container, Exec, ExecState, ShownContainers
 from proxy.compat.docker.output import OutputListener, OutputSink, client_output
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
@@ -48,7 +48,7 @@ class ContainerExecs:
             self._execs.pop(oldest, None)
         return responses.json_response({"Id": instance.id}, 201)
 
-    def find(self, shown: Shown, exec_id: str) -> Exec:
+    def find(self, shown: ShownContainers, exec_id: str) -> Exec:
         """Return an instance. Raises RefusalError (404) if this URL has none, or the proxy was restarted since."""
         instance = self._execs.get(exec_id)
         if instance is None or not shown.includes(instance.container):
