@@ -16,6 +16,7 @@ from proxy.control.tree_reader import Reader
 from proxy.engine import Engine
 from proxy.http.change_log import ChangeLog
 from proxy.lifecycle import BackgroundWork
+from proxy.telemetry.alerts import Alerts
 from proxy.tree.rollout import Rollout
 
 _ACTIVITY_EVERY_S = 1.0
@@ -46,6 +47,7 @@ class ControlPlane:
         self.reader = Reader(engine.store)  # Makes the views of nodes, trees and rollouts.
         self.browser = Browser(engine.store)  # Makes the views of large trees, one page at a time.
         self.changes = ChangeLog(engine.settings.data)  # What people have changed.
+        self.alerts = Alerts()
         engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, self.activity.tick))
         engine.lifecycle.at_hang_up += [self.activity.close, self.history.save]
 
