@@ -95,13 +95,7 @@ class McpTransport(Protocol):
         ...
 
     async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
-        """Send a request and pass on the server's messages until `receive` returns True.
-
-        Raises:
-            MalformedResponseError: A message is not JSON-RPC, is too large, or the response is missing.
-            OSError: The server closed the connection.
-            TimeoutError: The server was silent for `silence_s`.
-        """
+        """Send a request and pass on the server's messages until `receive` returns True; errors as of `request`."""
         ...
 
     async def send(self, message: Message, silence_s: float) -> None:
