@@ -57,6 +57,9 @@ class SnapshotStore:
             if len(entry.name) == _SHARE and entry.is_dir():
                 for path in sorted(entry.iterdir()):
                     self._take(path, rebooted=rebooted)
+            elif entry.is_file() and entry != mark:
+                # Earlier versions wrote snapshots here.
+                _remove(entry)
         # Last: a kill in between removes the rest of the old snapshots at the next start.
         mark.write_text(boot)
         return len(self._snapshots)

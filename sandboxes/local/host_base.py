@@ -28,16 +28,8 @@ SEARCHED = ("etc", "opt", "usr/local", "usr/etc", "usr/share")
 """Directories in which files that not everybody may read are hidden: keys, shadow, sudoers."""
 
 VISIBLE_STATE = (
-    "dpkg",
-    "python",
-    "ucf",
-    "sgml-base",
-    "xml-core",
-    "ghostscript",
-    "dictionaries-common",
-    "aspell",
-    "git",
-)
+    "dpkg", "python", "ucf", "sgml-base", "xml-core", "ghostscript", "dictionaries-common", "aspell", "git",
+)  # fmt: skip
 """Directories of /var/lib that a sandbox sees, because installed software reads them."""
 
 BOUND = ("/usr", "/opt", "/var/lib/dpkg")

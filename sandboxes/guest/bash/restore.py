@@ -21,40 +21,15 @@ from sandboxes.guest.bash.session import (
 from sandboxes.shell_text import BECOME_AGENT, ShellSession, quote
 
 _DEFAULT_OPTIONS = frozenset({"braceexpand", "hashall", "interactive-comments"})
-_DEFAULT_SHOPTS = [
-    "dotglob",
-    "extglob",
-    "checkwinsize",
-    "cmdhist",
-    "complete_fullquote",
-    "expand_aliases",
-    "extquote",
-    "force_fignore",
-    "globasciiranges",
-    "globskipdots",
-    "hostcomplete",
-    "interactive_comments",
-    "patsub_replacement",
-    "progcomp",
-    "promptvars",
-    "sourcepath",
-]
-_BORN_WITH = [
-    "HOSTNAME",
-    "HOSTTYPE",
-    "IFS",
-    "MACHTYPE",
-    "OLDPWD",
-    "OPTERR",
-    "OPTIND",
-    "OSTYPE",
-    "PATH",
-    "PS4",
-    "PWD",
-    "SHELL",
-    "SHLVL",
-    "TERM",
-]
+_DEFAULT_SHOPTS = (
+    "dotglob", "extglob", "checkwinsize", "cmdhist", "complete_fullquote", "expand_aliases", "extquote",
+    "force_fignore", "globasciiranges", "globskipdots", "hostcomplete", "interactive_comments", "patsub_replacement",
+    "progcomp", "promptvars", "sourcepath",
+)  # fmt: skip
+_BORN_WITH = (
+    "HOSTNAME", "HOSTTYPE", "IFS", "MACHTYPE", "OLDPWD", "OPTERR", "OPTIND", "OSTYPE", "PATH", "PS4", "PWD", "SHELL",
+    "SHLVL", "TERM",
+)  # fmt: skip
 NO_LOOKUP = {"SHELL": ""}
 """The environment of a bash that becomes a session, which has variables of its own. A bash without SHELL asks for the
 user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's own one replaces."""

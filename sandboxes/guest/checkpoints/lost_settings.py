@@ -18,13 +18,12 @@ import json
 import os
 import socket
 import stat
-import struct
 import termios
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.descriptors import Opened, unread_bytes
 from sandboxes.linux.live_state import TERMINALS, inherited
 
 _FILES = {"coredump_filter": "0x", "timerslack_ns": ""}
@@ -182,8 +181,12 @@ def _require_saved(pid: int, number: int, target: str) -> None:
         named = [file for file in watched if not file.startswith(nameless)]
         if len(named) != len(set(named)):
             raise NotDumpableError(f"{where}an epoll that watches one file twice, which no checkpoint brings back")
-    if target == "anon_inode:inotify" and _waiting(pid, number):
-        raise NotDumpableError(f"{where}an inotify queue with unread events, and a checkpoint does not hold them")
+    if target == "anon_inode:inotify":
+        with taken(pid, number) as fd:
+            if unread_bytes(fd):
+                raise NotDumpableError(
+                    f"{where}an inotify queue with unread events, and a checkpoint does not hold them"
+                )
     if target.startswith("/"):
         status = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116
         if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
@@ -206,11 +209,6 @@ def _nameless_inode() -> str:
         return f"{os.fstat(fd).st_ino:x} "
 
 
-def _waiting(pid: int, number: int) -> int:
-    with taken(pid, number) as fd:
-        return _readable(fd)
-
-
 @contextlib.contextmanager
 def taken(pid: int, number: int) -> Iterator[int]:
     """Yield a duplicate of a descriptor of another process. In the sandbox's pid namespace (`in_child`)."""
@@ -222,19 +220,18 @@ def _require_no_typing(path: str, subject: str) -> None:
     """Raise if input of a terminal that passes on whole lines was not read yet."""
     # CRIU reads whole lines and puts them behind the one that is being typed, also for the processes that run on, and a
     # restore lacks that one.
-    fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
         settings = termios.tcgetattr(fd)
         if not settings[3] & termios.ICANON:
             return
         reason = f"input waits at the terminal {subject}, and a checkpoint does not hold it"
-        if _readable(fd) or not kernel.holds(kernel.CAP_SYS_ADMIN):
+        if unread_bytes(fd) or not kernel.holds(kernel.CAP_SYS_ADMIN):
             raise NotDumpableError(reason)
         # The line that is being typed shows only without lines.
         typed = b""
         termios.tcsetattr(fd, termios.TCSANOW, _with_local(settings, off=termios.ICANON | termios.ECHO))
         try:
-            if count := _readable(fd):
+            if count := unread_bytes(fd):
                 typed = os.read(fd, count)
         finally:
             quiet = termios.ECHO | termios.ISIG | termios.IEXTEN
@@ -244,12 +241,6 @@ def _require_no_typing(path: str, subject: str) -> None:
             termios.tcsetattr(fd, termios.TCSANOW, settings)
         if typed:
             raise NotDumpableError(reason)
-    finally:
-        os.close(fd)
-
-
-def _readable(fd: int) -> int:
-    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 
 def _options(pid: int, number: int) -> Noted:
