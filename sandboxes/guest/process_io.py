@@ -97,7 +97,8 @@ class Running:
             now = time.monotonic()
             if ended_at is not None and (not self._outputs or now - ended_at > LINGER_S):
                 return "ended"
-            if (detach and not (self._outputs or self._has_printed)) or self._due_has_come:
+            due_has_come = self._due is not None and not any(self._due.values())
+            if (detach and not (self._outputs or self._has_printed)) or due_has_come:
                 return "detached"
             if now > until and ended_at is None:
                 return "timeout"
@@ -135,10 +136,6 @@ class Running:
         self._outputs, self._in = {}, -1
         death, self._death = self._death, -1
         return ends, death
-
-    @property
-    def _due_has_come(self) -> bool:
-        return self._due is not None and not any(self._due.values())
 
     def _close(self, *, keep_outputs: bool) -> None:
         if self._owns_in and self._in >= 0:

@@ -215,7 +215,7 @@ class PrivateDatabase:
             if outcome.failure.code in NOT_IN_TRANSACTION:
                 return self._without_transaction(call, parameters, name)
             self._read_sequences()
-        elif _begins(outcome.tags):
+        elif any(tag.split(" ")[0] in ("BEGIN", "START") for tag in outcome.tags):
             # Our BEGIN has become the agent's. It stays open.
             self._wrote, self._counts_at_begin = any(self._transaction()), system
         elif len(outcome.tags) == 1 and only(outcome.tags, _TRANSACTION_SENSITIVE | _ENDS):
@@ -362,10 +362,6 @@ class PrivateDatabase:
         with catalog.plain(connection):
             self.digest = digests.after_unobserved(connection, self.digest, statement, large=large)
         self.link.forget_definitions()
-
-
-def _begins(tags: list[str]) -> bool:
-    return any(tag.split(" ")[0] in ("BEGIN", "START") for tag in tags)
 
 
 def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCounts:

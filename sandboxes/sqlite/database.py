@@ -211,7 +211,8 @@ class SandboxDatabase:
             self.witness = b""
         if effect:
             self.state = after
-        if not self.witness and (new or effect) and _same_state(self.state, self._last_frozen):
+        now, last = ((state.digest, state.counters, state.settings) for state in (self.state, self._last_frozen))
+        if not self.witness and (new or effect) and now == last:
             # The call changed nothing, or undid earlier changes.
             self.state = self._last_frozen
             await self._drop_fork()
@@ -276,7 +277,3 @@ class SandboxDatabase:
             await worker.close()
         if fork is not None:
             await asyncio.to_thread(fork.remove)
-
-
-def _same_state(a: DatabaseState, b: DatabaseState) -> bool:
-    return (a.digest, a.counters, a.settings) == (b.digest, b.counters, b.settings)

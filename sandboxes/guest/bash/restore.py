@@ -63,8 +63,10 @@ def restore_script(session: ShellSession | None, workdir: str, pristine: ShellSe
     if session is None:
         # An image's user may not enter the directory; then the root state has another. A later session never gets
         # another one, because its commands would work on files that they do not mean.
-        otherwise = "\\builtin cd /" if pristine is None else _exit_because(f"the directory {workdir} is gone")
-        folder = workdir if pristine is None else pristine["cwd"]
+        folder, otherwise = workdir, "\\builtin cd /"
+        if pristine is not None:
+            reason = quote(f"the directory {workdir} is gone")
+            folder, otherwise = pristine["cwd"], f"{{ \\builtin printf '%s\\n' {reason}; \\builtin exit 1; }}"
         lines += ["shopt -s expand_aliases", f"\\builtin cd -- {quote(folder)} || {otherwise}", "unset -v OLDPWD"]
         return "\n".join([*lines, _READY, ""]).encode("latin-1")
     otherwise = _NOWHERE if KEPT in session else "\\builtin exit"
@@ -113,10 +115,6 @@ def _disabled(session: ShellSession, *, needed: bool) -> list[str]:
 def _variable_of(line: str) -> str:
     match = DECLARE.match(line)
     return match[2] if match else ""
-
-
-def _exit_because(reason: str) -> str:
-    return f"{{ \\builtin printf '%s\\n' {quote(reason)}; \\builtin exit 1; }}"
 
 
 def _functions(session: ShellSession) -> list[str]:
