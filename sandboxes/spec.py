@@ -172,13 +172,11 @@ class EnvironmentSpec(BaseModel):
         default=(), description="Further names that lead to the sandbox itself, beside an image."
     )
     egress: Egress | None = Field(
-        default=None,
-        description="The hosts that programs in the sandbox may reach, for driver local. None by default.",
+        default=None, description="The hosts that programs in the sandbox may reach, for driver local. None by default."
     )
     video: VideoTools | None = Field(default=None, description="Videos of the video endpoint, for driver video.")
     options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Settings for a driver from another package. They are part of the root state.",
+        default_factory=dict, description="Settings for a driver from another package. They are part of the root state."
     )
     confined: bool = Field(
         default=False,

@@ -71,14 +71,7 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState
-from sandboxes.linux.processes import (
-    Process,
-    fields_of_processes,
-    last_pid,
-    list_processes,
-    ran_between,
-    run_counts,
-)
+from sandboxes.linux.processes import Process, fields_of_processes, last_pid, list_processes, ran_between, run_counts
 from sandboxes.linux.sandbox_groups import GroupFiles, MemoryLimit, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 

@@ -67,10 +67,7 @@ class LocalDriver:
     state_version = str(STATE_VERSION)
 
     def __init__(
-        self,
-        data_dir: Path,
-        checkpointer: Checkpointer | None = None,
-        sources: SourceRules | None = None,
+        self, data_dir: Path, checkpointer: Checkpointer | None = None, sources: SourceRules | None = None
     ) -> None:
         """Create the driver; without a checkpointer, states with live processes are reached by replay."""
         self.sources = sources or SourceRules()
@@ -390,8 +387,6 @@ def _identity(base: str, *sources: str) -> str:
 
 
 def _state(
-    sessions: dict[str, Any],
-    pristine: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
+    sessions: dict[str, Any], pristine: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"sessions": sessions, "pristine": pristine, "checkpoint": checkpoint}

@@ -35,11 +35,7 @@ PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
 """The progress token of every request: progress is always requested, so that the record holds it for later clients."""
 CANCEL_S = 5.0
 """How long a server may take to answer after a request to cancel. Some never answer then."""
-HELLO: Message = {
-    "protocolVersion": VERSION,
-    "capabilities": {},
-    "clientInfo": {"name": "forkpoint", "version": "1"},
-}
+HELLO: Message = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "forkpoint", "version": "1"}}
 """The parameters of `initialize`."""
 _REFUSALS = {
     "sampling/createMessage": "Sampling not supported",
