@@ -46,7 +46,7 @@ from sandboxes.spec import EnvironmentSpec
 LookT = TypeVar("LookT")
 _MAX_PRISTINE = 256
 """The most specs whose new sessions are remembered, 2 kB each. A start of another spec waits for its first shell."""
-VERSION = 5
+VERSION = 6
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 STATE_VERSION = 5
 """Version of frozen states. Raise it, too, when earlier ones would be restored over bases that differ from theirs."""

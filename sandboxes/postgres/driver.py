@@ -26,7 +26,7 @@ from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
-VERSION = 5
+VERSION = 6
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
