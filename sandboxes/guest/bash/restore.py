@@ -140,9 +140,9 @@ def split_functions(text: str) -> list[str]:
     starts = [(match.start(), match.start(1)) for match in _HEAD.finditer(text)]
     # A function ends with a brace at the beginning of a line. A line inside of a document may look like a head, but
     # what comes before it is no whole function then, unless the document looks like one too.
-    ends = [start for start, _ in starts if start == 0 or text[:start].endswith("\n}\n")]
-    begins = [begin for start, begin in starts if start in set(ends)]
-    return [text[begin:end] for begin, end in zip(begins, [*ends[1:], len(text)], strict=True)]
+    whole = [pair for pair in starts if pair[0] == 0 or text.endswith("\n}\n", 0, pair[0])]
+    ends = [*(start for start, _ in whole[1:]), len(text)]
+    return [text[begin:end] for (_, begin), end in zip(whole, ends, strict=False)]
 
 
 def _variables(session: ShellSession) -> list[str]:
