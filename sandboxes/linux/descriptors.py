@@ -69,9 +69,14 @@ def read_available(fd: int) -> bytes | None:
         return None
 
 
+def counted(fd: int, request: int) -> int:
+    """Return the number that an ioctl answers with."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, request, bytes(4)))[0])
+
+
 def unread_bytes(fd: int) -> int:
     """Return how many bytes are in a pipe, or can be read of a terminal or a queue."""
-    return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
+    return counted(fd, termios.FIONREAD)
 
 
 def output_pipe() -> tuple[int, int]:
