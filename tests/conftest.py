@@ -7,6 +7,7 @@ deadline, because machines are noisy; in CI it draws the same examples every tim
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -118,6 +119,13 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--all`."""
     parser.addoption("--all", action="store_true", help="run every test, the slow ones too")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what the default run leaves out, without importing it where that is a whole file or folder."""
+    if config.getoption("all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return None
+    return f"{collection_path.relative_to(config.rootpath)}/".startswith(tuple(LEFT_OUT)) or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -24,7 +24,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     # The interpreter itself, not that of our virtual environment.
     (folder / "bin" / "python3").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP"))}
-    return folder / "forkpoint", kept | {"PATH": str(folder / "bin"), "HOME": str(folder)}
+    # What is imported is compiled then; pip would compile all packages, which takes longer.
+    return folder / "forkpoint", kept | {"PATH": str(folder / "bin"), "HOME": str(folder), "PIP_NO_COMPILE": "1"}
 
 
 def test_run_installs_and_serves(newcomer: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
