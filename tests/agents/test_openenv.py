@@ -17,7 +17,7 @@ from tests.machine import require_criu, require_sandboxes, wait_until
 
 NEEDED = ("fastapi", "uvicorn", "websockets", "requests", "pydantic", "httpx", "pyyaml", "typer", "rich", "fastmcp<4")
 """Of all that they say they need (a web interface, a model's client), what is needed to serve and to ask."""
-VERSIONS = {"openenv==0.10.0": 6, "openenv-core==0.3.0": 3}
+VERSIONS = {"openenv==0.10.0": 4, "openenv-core==0.3.0": 3}
 """And how many rollouts each is tried with."""
 PROGRAM = Path(__file__).with_name("openenv_environment.py")
 SHARED = 6

@@ -18,6 +18,7 @@ from sandboxes.effects import Effect
 from sandboxes.linux import spawn
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
+from sandboxes.shell_files import copies
 from sandboxes.spec import EnvironmentSpec, Limits
 from snapshots.criu.checkpoints import CriuCheckpointer
 
@@ -107,14 +108,49 @@ async def opened(driver: Driver) -> AsyncIterator[Driver]:
         await driver.aclose()
 
 
+class _KeptDriver:
+    """A local driver that stays open from test to test: to open and close one takes longer than most of the tests."""
+
+    def __init__(self) -> None:
+        self._open: tuple[tuple[Path, object], asyncio.Runner, LocalDriver] | None = None
+
+    def run(self, data_dir: Path, test: Callable[[Driver], Awaitable[None]]) -> None:
+        """Run test with the driver; the test closes its sandboxes."""
+        # A test may have replaced how shells are made, which a driver looks at once.
+        key = (data_dir, copies.made_or_none)
+        if self._open is None or self._open[0] != key:
+            self.close()
+            runner, driver = asyncio.Runner(), LocalDriver(data_dir / "kept")
+            self._open = key, runner, driver
+            runner.run(driver.open())
+        self._open[1].run(_awaited(test(self._open[2])))
+
+    def close(self) -> None:
+        """Close the driver, if one is open."""
+        if self._open is not None:
+            (_, runner, driver), self._open = self._open, None
+            with runner:
+                runner.run(driver.aclose())
+
+
+async def _awaited(done: Awaitable[None]) -> None:
+    await done
+
+
+kept_driver = _KeptDriver()
+
+
 def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: Any) -> None:
-    """Run test on a fresh sandbox of the local driver, which freezes no live processes."""
+    """Run test on a fresh sandbox of a local driver, which freezes no live processes."""
 
-    async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
-            await test(await driver.start(EnvironmentSpec(**spec)))
+    async def go(driver: Driver) -> None:
+        sandbox = await driver.start(EnvironmentSpec(**spec))
+        try:
+            await test(sandbox)
+        finally:
+            await sandbox.close()
 
-    asyncio.run(go())
+    kept_driver.run(data_dir, go)
 
 
 SMALL = Limits(memory_mb=96, pids=32, disk_mb=24, timeout_s=20)
