@@ -10,6 +10,8 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._~@:=+,-]{0,199}$"
 
 ONLY = "*"
 """Stands for the endpoint of a task's only server."""
+ROLLOUT_TOKEN = re.compile(r"(?<![A-Za-z0-9])fp_[A-Za-z0-9_-]{32}")
+"""The form of rollouts' tokens: `fp_` and 192 random bits in base64. In the middle of a word it is another's."""
 _NAME = re.compile(NAME_PATTERN)
 
 

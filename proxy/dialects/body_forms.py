@@ -19,7 +19,6 @@ from contextlib import contextmanager, suppress
 from hashlib import sha256
 from operator import itemgetter
 from typing import IO, Any, cast
-from urllib.parse import parse_qsl
 
 import orjson
 
@@ -31,6 +30,7 @@ MAX_UNPACKED_BYTES = 256 << 20
 """Limits the unpacked size of an archive. A larger archive is identified by the digest of its own bytes."""
 _LONG_NUMBER = re.compile(rb"[0-9]{16}|-0(?![0-9.eE])")
 """Matches numbers that a value may not hold: a double has 15 to 17 decimal digits, and an integer has no minus zero."""
+_ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 _NAME = re.compile(rb'"[ \t\r\n]*:')
 """Matches the end of a member's name in a JSON text, and sometimes a part of a string."""
 
@@ -40,16 +40,19 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def query_form(query: str) -> list[list[str]]:
-    """Return a query's members sorted by name. The order of equal names counts, and so does an empty value.
+def query_form(query: str) -> list[str]:
+    """Return a query's members sorted by name. The order of equal names counts.
 
-    A query that is not UTF-8 is its own form: a server may read another encoding, and U+FFFD stands for many bytes.
+    Only escapes of letters, digits and `-._~` are spelling (RFC 3986, 6.2.2.2). Servers see that `a` is not `a=`, and
+    some see that `+` is not `%20`.
     """
-    try:
-        members = parse_qsl(query, keep_blank_values=True, errors="strict")
-    except UnicodeDecodeError:
-        return [[query]]
-    return sorted(([name, value] for name, value in members), key=lambda m: m[0])
+    members = _ESCAPE.sub(_unescaped, query).split("&")
+    return sorted(members, key=lambda member: member.partition("=")[0])
+
+
+def _unescaped(escape: re.Match[str]) -> str:
+    character = chr(int(escape[1], 16))
+    return character if character.isascii() and (character.isalnum() or character in "-._~") else escape[0].upper()
 
 
 def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
@@ -82,11 +85,20 @@ def body_form(body: bytes, content_type: str, *, archives: bool = False) -> Any:
 def json_value(body: bytes) -> tuple[Any] | None:
     """Return the value of a JSON text in a 1-tuple; None if malformed. Numbers that would lose digits keep theirs."""
     try:
-        if _LONG_NUMBER.search(body) is None:
-            return (parse_json(body),)
-        return (json.loads(body, parse_float=orjson.Fragment, parse_int=orjson.Fragment),)
-    except ValueError:
+        return (parse_json(body) if _LONG_NUMBER.search(body) is None else _with_digits(body),)
+    except (ValueError, TypeError, RecursionError):
         return None
+
+
+def _with_digits(body: bytes) -> Any:
+    value = json.loads(body, parse_float=orjson.Fragment, parse_int=orjson.Fragment, parse_constant=_refused)
+    # It reads half of a surrogate pair, too, and deeper than can be written.
+    orjson.dumps(value)
+    return value
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _has_twins(body: bytes, value: Any) -> bool:

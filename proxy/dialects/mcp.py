@@ -172,7 +172,8 @@ class Mcp(Eventful):
             items = self._listed() if message.method == "tools/list" else []
             return replace(_result(message, {_LISTS[message.method]: items}), within=_session_of(request))
         servers = ",".join([server] if server else self._names)
-        return self._forward(message, request, servers, {}, constant=True)
+        # Which resources a server has depends on what its tools did, mostly.
+        return self._forward(message, request, servers, {}, constant=message.method != "resources/list")
 
     def _listed(self) -> list[dict[str, Any]]:
         return [tool.listed() for tool in self._tools.values()]

@@ -23,7 +23,7 @@ from typing_extensions import override
 from proxy.dialects.base import Call, Close, Dialect, Local, Meaning, Open, Request, Response
 from proxy.dialects.body_forms import body_form, json_value, media_type, query_form
 from proxy.dialects.rule_schema import Rule, RuleReply, Rules, without
-from proxy.names import named
+from proxy.names import ROLLOUT_TOKEN, named
 from proxy.patterns import PathPattern, path_pattern
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
@@ -187,7 +187,7 @@ class Declared(Dialect):
         ours = "{0.scheme}://{0.netloc}".format(urlsplit(request.base))
         kept = []
         for name, value in request.headers:
-            if name in _IDENTITY or (name in ("authorization", "x-api-key") and "fp_" in value):
+            if name in _IDENTITY or (name in ("authorization", "x-api-key") and ROLLOUT_TOKEN.search(value)):
                 continue
             if name in _ADDRESSES and value.startswith(ours):
                 below = value.removeprefix(request.base)
@@ -325,7 +325,7 @@ def _members(request: Request) -> Any:
         return None if form is None else form["json"]
     if "parts" in form:
         return {part["name"]: part["text"] for part in form["parts"] if "text" in part}
-    return dict(form.get("form", ()))
+    return dict(parse_qsl(request.body.decode(), keep_blank_values=True)) if "form" in form else {}
 
 
 def _cookie(header: str, name: str) -> str:

@@ -16,6 +16,7 @@ from urllib.parse import unquote
 import structlog
 
 from proxy.http.asgi import ReceivedHeaders, Scope
+from proxy.names import ROLLOUT_TOKEN
 from proxy.refusals import RefusalError
 
 log = structlog.get_logger()
@@ -30,8 +31,6 @@ _PIECE = re.compile(r"[A-Za-z0-9._~+-]{16,}")
 """A text of a token's characters that is long enough to hold one."""
 _MAX_OFFSET = 64
 """How many characters of a piece may precede a token that is searched for: `token.`, `Bearer-`, a cookie's prefix."""
-_ROLLOUT_TOKEN = re.compile(r"fp_[A-Za-z0-9_-]{32}")
-"""The form of rollouts' tokens: `fp_` and 192 random bits in base64."""
 _HEX_DIGEST = re.compile(r"[0-9a-fA-F]{64}")
 _FILTERED_PATHS = (
     "/api/v1/tasks",
@@ -283,7 +282,7 @@ class Access:
             )
 
     def _holds_token(self, text: str) -> bool:
-        if "fp_" in text and _ROLLOUT_TOKEN.search(text) is not None:
+        if "fp_" in text and ROLLOUT_TOKEN.search(text) is not None:
             return True
         # Only digests are known, so each part of the text that may be a token is looked up.
         return bool(self._tokens) and any(

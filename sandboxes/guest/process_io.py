@@ -96,9 +96,12 @@ class Running:
         ended_at: float | None = None
         while True:
             now = time.monotonic()
+            # First: what was started detached may have ended by now, which is not for its client to know.
+            if detach and not (self._outputs or self._has_printed):
+                return "detached"
             if ended_at is not None and (not self._outputs or now - ended_at > LINGER_S):
                 return "ended"
-            if (detach and not (self._outputs or self._has_printed)) or self._due_has_come:
+            if self._due_has_come:
                 return "detached"
             if now > until and ended_at is None:
                 return "timeout"

@@ -40,7 +40,13 @@ EPERM, ENOSYS, EINVAL, EPROTONOSUPPORT, EAFNOSUPPORT, ENOSPC = 1, 38, 22, 93, 97
 # Return values and instruction codes of classic BPF (linux/seccomp.h, linux/bpf_common.h).
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET, _THIRD_ARGUMENT_OFFSET = 0, 4, 16, 32
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET, _THIRD_ARGUMENT_OFFSET = (
+    0,
+    4,
+    16,
+    24,
+    32,
+)
 NEW_NAMESPACES = 0x7E020080
 """The flags of clone that make namespaces."""
 
@@ -79,12 +85,18 @@ _MSEAL = 462
 _PKEY_ALLOC = {"x86_64": 330, "aarch64": 289}
 _MODIFY_LDT = {"x86_64": 154}
 _LOST_OPTIONS = {
-    # prctl: PR_SET_TSC, PR_MCE_KILL, PR_SET_SYSCALL_USER_DISPATCH, PR_SCHED_CORE, PR_SET_MDWE, PR_SET_MEMORY_MERGE.
-    "prctl": ({"x86_64": 157, "aarch64": 167}, (26, 33, 59, 62, 65, 67)),
+    # prctl: PR_SET_TSC, PR_MCE_KILL, PR_SET_SPECULATION_CTRL, PR_SET_SYSCALL_USER_DISPATCH, PR_SCHED_CORE, PR_SET_MDWE,
+    # PR_SET_MEMORY_MERGE.
+    "prctl": ({"x86_64": 157, "aarch64": 167}, (26, 33, 53, 59, 62, 65, 67)),
+    # mlockall: MCL_FUTURE, alone and with the others.
+    "mlockall": ({"x86_64": 151, "aarch64": 230}, (2, 3, 6, 7)),
     # arch_prctl: ARCH_SET_CPUID, ARCH_REQ_XCOMP_PERM and its form for guests (AMX), ARCH_SHSTK_ENABLE.
     "arch_prctl": ({"x86_64": 158}, (0x1012, 0x1023, 0x1025, 0x5001)),
 }
-"""Options of calls that a checkpoint loses, by the calls' numbers (linux/prctl.h, asm/prctl.h)."""
+"""First arguments of calls that a checkpoint loses, by the calls' numbers (linux/prctl.h, asm/prctl.h, sys/mman.h)."""
+_FCNTL = {"x86_64": 72, "aarch64": 25}
+_LOST_COMMANDS = (1026, 1036, 1038)
+"""Second arguments of fcntl that it loses: F_NOTIFY, F_SET_RW_HINT and F_SET_FILE_RW_HINT (linux/fcntl.h)."""
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _X32_BIT = 0x40000000
 _QUEUE_BYTES = 819_200
@@ -204,10 +216,11 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
             ],
         ),
         *(
-            (numbers_of[machine], _refuse_options(lost))
+            (numbers_of[machine], _refuse_options(_FIRST_ARGUMENT_OFFSET, lost))
             for numbers_of, lost in _LOST_OPTIONS.values()
             if machine in numbers_of
         ),
+        (_FCNTL[machine], _refuse_options(_SECOND_ARGUMENT_OFFSET, _LOST_COMMANDS)),
         (_SOCKETPAIR[machine], _allow_sockets({AF_UNIX: ()})),
         (_SOCKET[machine], _allow_sockets(_FAMILIES if sockets else {})),
     ):
@@ -215,10 +228,10 @@ def program(machine: str, *, sockets: bool = True) -> bytes:
     return b"".join([*instructions, _instruction(_RETURN, _ALLOW)])
 
 
-def _refuse_options(options: Sequence[int]) -> list[bytes]:
+def _refuse_options(place: int, options: Sequence[int]) -> list[bytes]:
     refused = [_instruction(_RETURN, _ERRNO | EINVAL)]
     checks = [part for option in options for part in (_instruction(_EQUAL, option, 0, 1), *refused)]
-    return [_instruction(_LOAD, _FIRST_ARGUMENT_OFFSET), *checks, _instruction(_RETURN, _ALLOW)]
+    return [_instruction(_LOAD, place), *checks, _instruction(_RETURN, _ALLOW)]
 
 
 def _allow_sockets(families: Mapping[int, tuple[int, ...]]) -> list[bytes]:

@@ -273,12 +273,16 @@ def inherited(pid: int) -> list[str]:
 
 
 def passed_on(pid: int) -> list[str]:
-    """Return what `inherited` returns, and the resource limits. Empty as for `inherited`."""
+    """Return what `inherited` returns, resource limits, and the niceness of the session. Empty as for `inherited`."""
+    niceness = b""
     try:
         limits = shown(f"/proc/{pid}/limits").decode()
+        # Not every kernel has this file (sched(7), "The autogroup feature").
+        with contextlib.suppress(FileNotFoundError):
+            niceness = shown(f"/proc/{pid}/autogroup").rpartition(b" ")[2]
     except OSError:
         return []
-    return [*now, limits] if (now := inherited(pid)) else []
+    return [*now, limits, niceness.decode()] if (now := inherited(pid)) else []
 
 
 def settings(pid: int) -> list[str]:

@@ -61,6 +61,9 @@ def run(
     # (pid_namespaces(7)). So even kill -9 of the proxy leaves no process.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # A session of its own: any process of a sandbox may set the niceness of pid 1's session (/proc/1/autogroup). The
+    # launcher's is that of all sandboxes.
+    os.setsid()
     kernel.set_process_name("init")
     # Joining a group takes up to 15 ms, while the kernel waits for readers (RCU): the reason for spare sandboxes.
     for group in groups:

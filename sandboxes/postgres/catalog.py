@@ -73,7 +73,7 @@ _ACL = "coalesce(regexp_replace({}::text, 'forkpoint_[0-9a-f]+_agent', 'agent', 
 _SCHEMA = (
     f"""SELECT 'relation', n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
         coalesce(c.reloptions::text, ''), {_ACL.format('c.relacl')},
-        concat_ws(' ', c.relrowsecurity, c.relforcerowsecurity, c.relreplident, c.reloftype::regtype),
+        concat_ws(' ', c.relrowsecurity, c.relforcerowsecurity, c.relreplident, c.reloftype::regtype, c.relispopulated),
         coalesce(pg_get_partkeydef(c.oid), ''), coalesce(pg_get_expr(c.relpartbound, c.oid), '')
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE {_USER_SCHEMAS} AND c.relkind <> 'i'""",
@@ -85,9 +85,9 @@ _SCHEMA = (
     FROM pg_catalog.pg_attribute a JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
     JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     LEFT JOIN pg_catalog.pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
-    WHERE {_USER_SCHEMAS} AND a.attnum > 0 AND NOT a.attisdropped""",
+    WHERE {_USER_SCHEMAS} AND a.attnum > 0""",
     f"""SELECT 'constraint', n.nspname, c.conname, c.conrelid::regclass::text, pg_get_constraintdef(c.oid),
-        c.convalidated::text, '', '', '', ''
+        c.convalidated::text, c.contypid::regtype::text, '', '', ''
     FROM pg_catalog.pg_constraint c JOIN pg_catalog.pg_namespace n ON n.oid = c.connamespace WHERE {_USER_SCHEMAS}""",
     f"""SELECT 'index', n.nspname, c.relname, pg_get_indexdef(c.oid), i.indisclustered::text, i.indisreplident::text,
         i.indisvalid::text, '', '', '' FROM pg_catalog.pg_index i JOIN pg_catalog.pg_class c ON c.oid = i.indexrelid
@@ -102,8 +102,9 @@ _SCHEMA = (
     """SELECT 'trigger', tgrelid::regclass::text, tgname, pg_get_triggerdef(oid), tgenabled::text, '', '', '', '', ''
     FROM pg_catalog.pg_trigger WHERE NOT tgisinternal""",
     f"""SELECT 'type', n.nspname, t.typname, t.typtype::text, format_type(t.typbasetype, t.typtypmod),
-        coalesce((SELECT string_agg(e.enumlabel, ',' ORDER BY e.enumsortorder) FROM pg_catalog.pg_enum e
-            WHERE e.enumtypid = t.oid), ''), coalesce(t.typdefault, ''), '', '', ''
+        coalesce((SELECT string_agg(quote_literal(e.enumlabel), ',' ORDER BY e.enumsortorder)
+            FROM pg_catalog.pg_enum e WHERE e.enumtypid = t.oid), ''), coalesce(t.typdefault, ''),
+        concat_ws(' ', t.typnotnull, t.typcollation::regcollation), {_ACL.format('t.typacl')}, ''
     FROM pg_catalog.pg_type t JOIN pg_catalog.pg_namespace n ON n.oid = t.typnamespace
     WHERE {_USER_SCHEMAS} AND t.typtype <> 'c'""",
     f"""SELECT 'schema', n.nspname, {_ACL.format('n.nspacl')}, '', '', '', '', '', '', ''
@@ -111,9 +112,11 @@ _SCHEMA = (
     "SELECT 'extension', extname, extversion, '', '', '', '', '', '', '' FROM pg_catalog.pg_extension",
     """SELECT 'rule or policy', schemaname, tablename, rulename, definition, '', '', '', '', '' FROM pg_catalog.pg_rules
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
+    """SELECT 'disabled rule', ev_class::regclass::text, rulename, ev_enabled::text, '', '', '', '', '', ''
+    FROM pg_catalog.pg_rewrite WHERE ev_enabled <> 'O'""",
     """SELECT 'rule or policy', schemaname, tablename, policyname, coalesce(qual, ''), coalesce(with_check, ''), cmd,
         roles::text, permissive, '' FROM pg_catalog.pg_policies""",
-    """SELECT 'large object', md5(lo_get(oid)), '', '', '', '', '', '', '', ''
+    f"""SELECT 'large object', oid::text, md5(lo_get(oid)), {_ACL.format('lomacl')}, '', '', '', '', '', ''
     FROM pg_catalog.pg_largeobject_metadata""",
     """SELECT 'comment', t.type, t.identity, d.description, '', '', '', '', '', ''
     FROM pg_catalog.pg_description d, pg_catalog.pg_identify_object(d.classoid, d.objoid, d.objsubid) t
@@ -130,7 +133,7 @@ _SIZE = """CASE WHEN has_table_privilege(c.oid, 'SELECT') AND NOT row_security_a
 
 _TABLES = f"""SELECT format('%I.%I', n.nspname, c.relname), {_SIZE}
     FROM pg_catalog.pg_class c JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
-    WHERE {_USER_SCHEMAS} AND c.relkind IN ('r', 'm') AND c.relpersistence <> 't' ORDER BY 1"""
+    WHERE {_USER_SCHEMAS} AND c.relkind IN ('r', 'm') AND c.relispopulated AND c.relpersistence <> 't' ORDER BY 1"""
 
 _COUNTS = f"""SELECT format('%I.%I', n.nspname, c.relname), {_SIZE},
         s.n_tup_ins, s.n_tup_upd, s.n_tup_del
@@ -235,23 +238,37 @@ def rows_since(connection: CatalogConnection, table: str, transaction: int) -> s
 _NAMED = f"({_USER_SCHEMAS} OR n.oid = pg_catalog.pg_my_temp_schema())"
 """Schemas whose objects a statement may use: the users', and the session's own temporary ones."""
 _READ_OBJECTS = (
-    f"""SELECT lower(p.proname), concat_ws(E'\\nset ', p.prosrc, array_to_string(p.proconfig, E'\\nset '))
+    f"""SELECT p.proname, concat_ws(E'\\nset ', p.prosrc, array_to_string(p.proconfig, E'\\nset '))
     FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
     LEFT JOIN pg_catalog.pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_NAMED} AND d.objid IS NULL""",
-    f"""SELECT lower(c.relname), pg_get_viewdef(c.oid) FROM pg_catalog.pg_class c
+    f"""SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_catalog.pg_class c
     JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE {_NAMED} AND c.relkind IN ('v', 'm')""",
+    f"""SELECT o.oprname, o.oprcode::text FROM pg_catalog.pg_operator o
+    JOIN pg_catalog.pg_namespace n ON n.oid = o.oprnamespace WHERE {_NAMED}""",
+    "SELECT tablename, concat_ws(' ', qual, with_check) FROM pg_catalog.pg_policies",
 )
 _WRITE_OBJECTS = (
-    f"""SELECT lower(c.relname), pg_get_expr(d.adbin, d.adrelid) FROM pg_catalog.pg_attrdef d
+    f"""SELECT c.relname, pg_get_expr(d.adbin, d.adrelid) FROM pg_catalog.pg_attrdef d
     JOIN pg_catalog.pg_class c ON c.oid = d.adrelid
     JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace WHERE {_NAMED}""",
-    """SELECT lower(c.relname), pg_get_triggerdef(t.oid) FROM pg_catalog.pg_trigger t
+    """SELECT c.relname, pg_get_expr(t.typdefaultbin, 0) FROM pg_catalog.pg_attribute a
+    JOIN pg_catalog.pg_class c ON c.oid = a.attrelid
+    JOIN pg_catalog.pg_type t ON t.oid = a.atttypid WHERE t.typdefaultbin IS NOT NULL""",
+    """SELECT c.relname, pg_get_triggerdef(t.oid) FROM pg_catalog.pg_trigger t
     JOIN pg_catalog.pg_class c ON c.oid = t.tgrelid
     WHERE NOT t.tgisinternal""",
-    """SELECT lower(tablename), definition FROM pg_catalog.pg_rules
+    # A table's rows are those of its partitions, and some foreign keys change the rows that refer to it.
+    """SELECT p.relname, c.relname FROM pg_catalog.pg_inherits i
+    JOIN pg_catalog.pg_class p ON p.oid = i.inhparent JOIN pg_catalog.pg_class c ON c.oid = i.inhrelid""",
+    """SELECT c.relname, pg_get_triggerdef(t.oid) FROM pg_catalog.pg_constraint k
+    JOIN pg_catalog.pg_class c ON c.oid = k.confrelid
+    JOIN pg_catalog.pg_trigger t ON t.tgrelid = k.conrelid AND NOT t.tgisinternal
+    WHERE concat(k.confdeltype, k.confupdtype) ~ '[cnd]'""",
+    """SELECT tablename, definition FROM pg_catalog.pg_rules
     WHERE schemaname NOT IN ('pg_catalog', 'information_schema')""",
 )
+"""Names, as they are, with what a statement that has them may run."""
 
 
 def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, str]:
@@ -260,5 +277,5 @@ def definitions(connection: CatalogConnection, *, writing: bool) -> dict[str, st
     texts: dict[str, str] = {}
     for query in _READ_OBJECTS + _WRITE_OBJECTS if writing else _READ_OBJECTS:
         for name, text in connection.execute(query):
-            texts[name] = f"{texts.get(name, '')}\n{text}"
+            texts[name.lower()] = f"{texts.get(name.lower(), '')}\n{text}"
     return texts

@@ -84,6 +84,14 @@ class PostgresCall:
         return self.text if params is None else f"{self.text}\n{params!r}"
 
     @property
+    def said(self) -> str:
+        """All texts of the call: the server may read a parameter as `now`, or run it as a query."""
+        given = self.arguments.get("params") or ()
+        params = given.values() if isinstance(given, dict) else given
+        values = (text for value in params for text in (value.values() if isinstance(value, dict) else [value]))
+        return " ".join([self.text, str(self.arguments.get("gold", "")), *(f"'{value}'" for value in values)])
+
+    @property
     def shape(self) -> str:
         """The format of the result."""
         return str(self.arguments.get("format", "json"))
@@ -163,7 +171,9 @@ class PostgresLink:
         for oid in set(oids) - self._types.keys():
             # In a failed transaction, the server refuses all queries.
             failed = self.status == pq.TransactionStatus.INERROR
-            self._types[oid] = "" if failed else str(self.query_row(f"SELECT pg_catalog.format_type({oid}, NULL)")[0])
+            name = "" if failed else self.query_row(f"SELECT pg_catalog.format_type({oid}, NULL)")[0]
+            # With the client encoding SQL_ASCII, texts are bytes.
+            self._types[oid] = name.decode(errors="replace") if isinstance(name, bytes) else str(name)
         return [self._types[oid] for oid in oids]
 
     def read(self, text: str, call: PostgresCall, parameters: Any = None) -> PostgresOutcome:
@@ -220,7 +230,7 @@ def answer_reading(link: PostgresLink, call: PostgresCall) -> tuple[CallFacts, b
         return CallFacts(), listing(link.connection, call.tool, call.arguments.get("table"), call.rows().output_bytes)
     if call.tool == "script":
         raise WriteAttemptError
-    meaning = link.meaning(" ".join(str(call.arguments.get(name, "")) for name in ("sql", "gold")), writing=False)
+    meaning = link.meaning(call.said, writing=False)
     if any(names.search(meaning) for names in (SESSION, UNSHOWN, UPKEEP)):
         raise WriteAttemptError
     facts = CallFacts(volatile=VOLATILE.search(meaning) is not None)

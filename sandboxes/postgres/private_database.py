@@ -161,13 +161,13 @@ class PrivateDatabase:
         draws = (
             call.tool == "query"
             and self._temporary
-            and USES_SEQUENCES.search(self.link.meaning(call.text, writing=False))
+            and USES_SEQUENCES.search(self.link.meaning(call.said, writing=False))
         )
         try:
             if not (moves or draws):
                 facts, result = answer_reading(self.link, call)
                 if self._history.seeded and facts.volatile:
-                    meaning = self.link.meaning(call.text, writing=False)
+                    meaning = self.link.meaning(call.said, writing=False)
                     facts.uncommitted = self._history.note_settings(call.words, meaning)
                 return facts, result
         except WriteAttemptError:
@@ -178,7 +178,7 @@ class PrivateDatabase:
             parameters = parameters_of(call)
         except ValueError as error:
             return CallFacts(), refused(call, str(error))
-        meaning = self.link.meaning(call.text, writing=True)
+        meaning = self.link.meaning(call.said, writing=True)
         self._meanings = [meaning]
         unseen = self._history.note_settings(call.words, meaning)
         name = self._history.name_of(call.words, meaning)
@@ -294,11 +294,11 @@ class PrivateDatabase:
         volatile = uses = False
         name = call.words
         if self.link.status == pq.TransactionStatus.INTRANS:
-            meaning = self.link.meaning(call.text, writing=True)
+            meaning = self.link.meaning(call.said, writing=True)
             self._meanings.append(meaning)
             volatile = VOLATILE.search(meaning) is not None
             # Without defaults and triggers: their use of a sequence shows in the position.
-            reading = self.link.meaning(call.text, writing=False)
+            reading = self.link.meaning(call.said, writing=False)
             uses = any(names.search(reading) for names in (USES_SEQUENCES, SESSION, HELD))
             uses |= self._history.note_settings(call.words, meaning)
             name = self._history.name_of(call.words, meaning)

@@ -16,6 +16,7 @@ from psycopg import pq
 
 from sandboxes.postgres.values import reader_of
 from sandboxes.sql.results import Failure, RowCollector
+from sandboxes.sql.values import encode_text
 
 CANCEL_S = 0.5
 """How long the server may take to cancel a statement. After that the worker gives up, and its session is ended."""
@@ -118,7 +119,7 @@ class Statement:
 
     def _take_rows(self, result: Any) -> None:
         if not self._open:
-            names = [(result.fname(n) or b"").decode() for n in range(result.nfields)]
+            names = [(result.fname(n) or b"").decode(errors="replace") for n in range(result.nfields)]
             self._begin(names, [result.ftype(n) for n in range(result.nfields)])
         # The last chunk has no rows. Its tag may have come with the chunk before.
         self._tag = result.command_status or self._tag
@@ -185,7 +186,13 @@ def _request_chunks(connection: pq.abc.PGconn) -> None:
 
 def _value(result: Any, row: int, column: int, oid: int) -> Any:
     data = result.get_value(row, column)
-    return None if data is None else reader_of(oid)(data.decode())
+    if data is None:
+        return None
+    try:
+        return reader_of(oid)(data.decode())
+    except UnicodeDecodeError:
+        # The session has another `client_encoding`.
+        return encode_text(data)
 
 
 def _field(result: Any, which: Any) -> str:

@@ -1,5 +1,6 @@
 """Values in PostgreSQL's text form, which carries every value, as JSON and back without loss (pure)."""
 
+import re
 from collections.abc import Callable
 
 from sandboxes.sql.values import Value, decode, encode
@@ -30,7 +31,15 @@ def reader_of(oid: int) -> Callable[[str], Value]:
 
 
 def _bytes(text: str) -> Value:
-    return encode(bytes.fromhex(text.removeprefix("\\x")))
+    if text.startswith("\\x"):
+        return encode(bytes.fromhex(text[2:]))
+    # The form of `bytea_output = 'escape'` (PostgreSQL's manual, 8.4.2).
+    escaped = re.sub(rb"\\(\\|[0-7]{3})", lambda match: _unescaped(match[1]), text.encode())
+    return encode(escaped)
+
+
+def _unescaped(escape: bytes) -> bytes:
+    return escape if escape == b"\\" else bytes([int(escape, 8)])
 
 
 def parameter(value: Value) -> bytes | None:

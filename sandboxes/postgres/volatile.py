@@ -17,11 +17,13 @@ _FUNCTIONS = (
     "now clock_timestamp statement_timestamp transaction_timestamp timeofday age random random_normal gen_random_uuid "
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "
     r"pg_current_\w+ txid_\w+ pg_snapshot_\w+ pg_backend_pid pg_postmaster_\w+ pg_conf_load_time current_database "
+    r"pg_control_\w+ pg_tablespace_size "
     "current_query lo_creat lo_create lo_import lo_from_bytea"
 )
 _NAMES = (
     r"show\s+all current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample "
-    r"pg_stat_\w+ pg_locks pg_settings pg_database xmin xmax cmin cmax ctid session_user "
+    r"pg_stat(?:io)?_\w+ pg_timezone_\w+ pg_cursors pg_prepared_\w+ pg_locks pg_settings pg_database xmin xmax cmin "
+    "cmax ctid session_user "
     "session_authorization system_user pg_roles pg_user pg_shadow pg_authid pg_group "
     "pg_auth_members pg_db_role_setting pg_shdescription enabled_roles applicable_roles"
 )
@@ -34,7 +36,7 @@ _APPLICATION_NAME = (
 
 VOLATILE = re.compile(
     rf"{_APPLICATION_NAME}|\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
-    r"|'\s*(?:now|today|tomorrow|yesterday)\b",
+    r"|['$]\s*(?:now|today|tomorrow|yesterday)\b|\bu&['\"]",
     re.IGNORECASE | re.DOTALL,
 )
 """Matches functions, columns and literals whose value differs between clones or moments."""
@@ -63,8 +65,12 @@ _NAME = re.compile(r"[a-z_\x80-\U0010ffff][\w$\x80-\U0010ffff]*", re.IGNORECASE)
 def reach(sql: str, definitions: Mapping[str, str]) -> str:
     """Return a text with the definitions, by lower-case name, of all objects that it may use, directly or not."""
     texts, seen, pending = [sql], set[str](), [sql]
+    # Names that are only found in quotes, and operators.
+    odd = [name for name in definitions if _NAME.fullmatch(name) is None]
     while pending:
-        for name in {match.lower() for match in _NAME.findall(pending.pop())} & definitions.keys() - seen:
+        text = pending.pop().lower()
+        names = set(_NAME.findall(text)).union(name for name in odd if name.replace('"', '""') in text)
+        for name in names & definitions.keys() - seen:
             seen.add(name)
             texts.append(definitions[name])
             pending.append(definitions[name])

@@ -19,6 +19,7 @@ from docker.errors import APIError, ImageNotFound, NotFound
 from proxy.execution.errors import StateLostError
 from tests.agents.serving import Proxy
 from tests.machine import data_directory, require_sandboxes, served
+from tests.sandboxes.box import needs_root
 
 HIT, MISS = "hit", "miss"
 
@@ -140,16 +141,18 @@ def test_background_entrypoint_is_shared(proxy: Proxy, task: str) -> None:
     assert proxy.outcomes(task, "b") == [HIT, HIT]
 
 
-def test_restart_keeps_files_and_ends_processes(proxy: Proxy, task: str) -> None:
-    """A stopped container that is started again has its files and none of its processes."""
+@pytest.mark.parametrize("user", ["root", pytest.param("nobody", marks=needs_root)])
+def test_restart_keeps_files_and_ends_processes(proxy: Proxy, task: str, user: str) -> None:
+    """A stopped container that is started again has its files and none of its processes, of whichever user."""
     with sdk(proxy, task, "a") as client:
-        container = client.containers.run("any:1", "sleep infinity", detach=True)
-        container.exec_run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo here > file"])
+        container = client.containers.run("any:1", "sleep infinity", detach=True, user=user)
+        container.exec_run(["sh", "-c", "sleep 1000 >/dev/null 2>&1 & echo here > file; chmod a+rx ."], user="root")
         container.stop()
         assert client.containers.list() == []
         container.start()
         inspect = "cat file; grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
         assert container.exec_run(["sh", "-c", inspect]).output == b"here\n0\n"
+        container.remove(force=True)
 
 
 def test_unknown_image_is_not_found(proxy: Proxy) -> None:

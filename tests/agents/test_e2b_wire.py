@@ -309,6 +309,19 @@ def test_known_starts_are_answered_whole(proxy: Proxy) -> None:
     assert started(paused, "wc -l </root/runs").status_code == 502
 
 
+def test_known_starts_run_in_the_sandbox_that_their_host_names(proxy: Proxy) -> None:
+    """Of several sandboxes below one URL, that is not the URL's rollout."""
+    command = "echo ran >>/root/runs; wc -l </root/runs"
+    before = Client(proxy, "hosts")
+    first, second = (proxy.client.post("/t/hosts/r/a/e2b/sandboxes").json()["sandboxID"] for _ in range(2))
+    client = Client(proxy, "hosts", second)
+    client.base, client.headers = f"/t/hosts/r/{first}/e2b", {"host": f"49983-{second}.localhost"}
+    for runs in ("1\n", "2\n"):
+        assert before.run(command) == client.run(command) == runs
+    assert calls(proxy, "hosts", first) == []
+    assert calls(proxy, "hosts", second) == [("run", "hit")] * 2
+
+
 def test_starts_behind_followed_processes_come_after_their_output(proxy: Proxy) -> None:
     """While a background process is followed, a known start waits for the polls before it."""
     seen = []

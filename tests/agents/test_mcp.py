@@ -436,6 +436,38 @@ def test_lists_in_pages_come_whole(proxy: Proxy) -> None:
     assert "nextCursor" not in told
 
 
+NOTES = """
+import json, sys
+notes = []
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    result = {"protocolVersion": "2025-11-25", "capabilities": {}, "serverInfo": {"name": "n", "version": "1"}}
+    if asked["method"] == "tools/call":
+        notes.append(asked["params"]["arguments"]["text"])
+        result = {"content": []}
+    elif asked["method"] == "resources/list":
+        result = {"resources": [{"uri": f"note://{text}", "name": text} for text in notes]}
+    print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
+"""
+
+
+def test_resources_are_those_of_the_rollouts_state(proxy: Proxy) -> None:
+    """Whoever has made one finds it in the list, and nobody else does."""
+    proxy.put("notes", files={"/n.py": NOTES}, mcp_servers={"n": {"command": "python3", "args": ["/n.py"]}})
+
+    def listed(rollout: str) -> list[str]:
+        resources = Agent(proxy, f"/t/notes/r/{rollout}/mcp/n").send("resources/list").json()["result"]["resources"]
+        return [resource["name"] for resource in resources]
+
+    for rollout in ("a", "b"):
+        assert listed(rollout) == []
+        assert Agent(proxy, f"/t/notes/r/{rollout}/mcp/n").tool("keep", text="milk").is_success
+        assert listed(rollout) == ["milk"]
+    assert listed("c") == []
+
+
 def test_sql_tools_are_offered_for_databases(proxy: Proxy) -> None:
     """The tools of the SQL endpoint are listed for tasks with databases."""
     proxy.put("db", driver="sqlite", databases={"main": {"source": str(script())}})

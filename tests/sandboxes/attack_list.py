@@ -23,6 +23,7 @@ COMMANDS: dict[str, str] = {
     "pid 1's memory": "head -c 1 /proc/1/mem",
     "pid 1's maps": "cat /proc/1/maps | grep .",
     "pid 1's working directory": "readlink /proc/1/cwd",
+    "niceness of the launcher's session (/proc/1/autogroup)": "cut -d' ' -f6 /proc/1/stat | grep -x 0",
     "ptrace of pid 1": "python3 -c 'import ctypes,sys; sys.exit(ctypes.CDLL(None).ptrace(16, 1, 0, 0) == -1)'",
     "kernel settings": "echo 1 > /proc/sys/kernel/panic",
     "core_pattern": "echo '|/bin/sh' > /proc/sys/kernel/core_pattern",

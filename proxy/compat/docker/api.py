@@ -16,7 +16,7 @@ from typing import Any
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.containers import Container
+from proxy.compat.docker.containers import Container, ShownContainers
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.execs import ContainerExecs, require_running
 from proxy.compat.docker.images import ImageRequests
@@ -59,11 +59,11 @@ class DockerApi:
         self._reserved_names: set[tuple[str, str, str]] = set()
         self._reserved_rollouts: set[tuple[str, str]] = set()
 
-    def known(self, method: str, address: Address, query: bytes, body: bytes) -> bytes | None:
+    def known(self, method: str, address: Address, query: bytes, body: bytes, grant: Grant) -> bytes | None:
         """Return the whole HTTP response; None if it needs an await, or if the request is invalid: see `answer`."""
         try:
             request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
-            local = self._from_memory(request, address.task, address.rollout)
+            local = self._from_memory(request, _shown(address, grant))
         except RefusalError:
             return None
         if local is None:
@@ -79,39 +79,42 @@ class DockerApi:
     ) -> Local | StreamedResponse:
         """Answer a request that keeps HTTP. Raises RefusalError, in Docker's words if Docker has some."""
         request = requests.read(method, address.raw.decode("latin-1"), query.decode("latin-1"), body)
-        task, owner = address.task, address.rollout
+        shown = _shown(address, grant)
         # A ping must not create the task.
         if request.segments[:1] == ("_ping",):
             return responses.ping(method)
-        await self._load(task)
-        return self._from_memory(request, task, owner) or await self._act(request, task, owner, grant)
+        await self._load(shown.task)
+        return self._from_memory(request, shown) or await self._act(request, shown, grant)
 
-    async def stream(self, address: Address, query: bytes, body: bytes, connection: StreamConnection) -> None:
+    async def stream(
+        self, address: Address, query: bytes, body: bytes, grant: Grant, connection: StreamConnection
+    ) -> None:
         """Answer a request whose connection becomes a stream. Raises RefusalError, which the caller reports in it."""
         request = requests.read("POST", address.raw.decode("latin-1"), query.decode("latin-1"), body)
         await self._load(address.task)
+        shown = _shown(address, grant)
         match request.segments:
             case ("exec", name, "start"):
-                await self._execs.start(self._execs.find(address.task, address.rollout, name), connection)
+                await self._execs.start(self._execs.find(shown, name), connection)
             case ("containers", name, "attach"):
-                container = self._registry.find(address.task, address.rollout, name)
+                container = self._registry.find(shown, name)
                 await self._lifecycle.attach(request, container, connection)
             case _:
                 raise NO_PAGE
 
-    def stream_known(self, address: Address, body: bytes, connection: StreamConnection) -> bool:
+    def stream_known(self, address: Address, body: bytes, grant: Grant, connection: StreamConnection) -> bool:
         """Answer the start of an exec that the tree knows, without an await; return False for any other request."""
         match requests.read("POST", address.raw.decode("latin-1"), "", body).segments:
             case ("exec", name, "start"):
-                return self._execs.start_known(self._execs.find(address.task, address.rollout, name), connection)
+                return self._execs.start_known(self._execs.find(_shown(address, grant), name), connection)
         return False
 
-    def fail_exec(self, address: Address) -> bool:
+    def fail_exec(self, address: Address, grant: Grant) -> bool:
         """Note that the exec that a request would start was not run; return whether there is one."""
         try:
             match requests.read("POST", address.raw.decode("latin-1"), "", b"").segments:
                 case ("exec", name, "start"):
-                    self._execs.fail(self._execs.find(address.task, address.rollout, name))
+                    self._execs.fail(self._execs.find(_shown(address, grant), name))
                     return True
         except RefusalError:
             pass
@@ -123,56 +126,58 @@ class DockerApi:
 
     # -- answered from memory ----------------------------------------------------------------------------------------
 
-    def _from_memory(self, request: DockerRequest, task: str, owner: str) -> Local | None:
+    def _from_memory(self, request: DockerRequest, shown: ShownContainers) -> Local | None:
         match (request.method, *request.segments):
             case ("GET" | "HEAD", "_ping"):
                 return responses.ping(request.method)
             case ("GET", "version"):
                 return responses.version()
-        if not self._registry.is_loaded(task):
+        if not self._registry.is_loaded(shown.task):
             return None
         if request.segments[:1] in (("networks",), ("volumes",)):
-            return self._projects.names(task, owner).answer(request, self._registry.of(task, owner))
-        return self._container_from_memory(request, task, owner)
+            return self._projects.names(shown.task, shown.owner).answer(request, self._registry.of(shown))
+        return self._container_from_memory(request, shown)
 
-    def _container_from_memory(self, request: DockerRequest, task: str, owner: str) -> Local | None:
+    def _container_from_memory(self, request: DockerRequest, shown: ShownContainers) -> Local | None:
         match (request.method, *request.segments):
             case ("GET", "info"):
-                return responses.info(self._registry.of(task, owner))
+                return responses.info(self._registry.of(shown))
             case ("GET", "containers", "json"):
-                return self._list(request, task, owner)
+                return self._list(request, shown)
             case ("GET", "containers", name, "json"):
-                container = self._registry.find(task, owner, name)
+                container = self._registry.find(shown, name)
                 if not (container.is_planned or container.lost or self._registry.rollout(container)):
                     # A rollout that is not in memory may have been finished: that needs an await to find out.
                     return None
-                return responses.container_details(container, self._network_ids(task, owner))
+                return responses.container_details(container, self._network_ids(shown))
             case ("POST", "containers", name, "exec"):
-                container = self._registry.find(task, owner, name)
+                container = self._registry.find(shown, name)
                 if not container.lost and self._registry.rollout(container) is None:
                     return None
                 self._projects.require_whole(container)
                 return self._execs.create(request, container)
             case ("GET", "exec", name, "json"):
-                return responses.exec_details(self._execs.find(task, owner, name))
+                return responses.exec_details(self._execs.find(shown, name))
         return None
 
-    def _list(self, request: DockerRequest, task: str, owner: str) -> Local:
+    def _list(self, request: DockerRequest, shown: ShownContainers) -> Local:
         filters = request.filters()
         with_stopped = request.flag("all") or "status" in filters
         containers = [
             container
-            for container in self._registry.of(task, owner)
+            for container in self._registry.of(shown)
             if (with_stopped or container.is_running) and responses.matches(container, filters)
         ]
-        return responses.container_list(containers, time.time(), self._network_ids(task, owner))
+        return responses.container_list(containers, time.time(), self._network_ids(shown))
 
-    def _network_ids(self, task: str, owner: str) -> dict[str, str]:
-        return {name: network.id for name, network in self._projects.names(task, owner).networks.items()}
+    def _network_ids(self, shown: ShownContainers) -> dict[str, str]:
+        networks = self._projects.names(shown.task, shown.owner).networks
+        return {name: network.id for name, network in networks.items()}
 
     # -- answered with an await --------------------------------------------------------------------------------------
 
-    async def _act(self, request: DockerRequest, task: str, owner: str, grant: Grant) -> Local | StreamedResponse:
+    async def _act(self, request: DockerRequest, shown: ShownContainers, grant: Grant) -> Local | StreamedResponse:
+        task, owner = shown.task, shown.owner
         match (request.method, *request.segments):
             case (_, "images", *_):
                 return await self._images.answer(request, task)
@@ -182,19 +187,19 @@ class DockerApi:
                 )
             case ("GET", "events"):
                 filters = request.filters()
-                return self._lifecycle.until_closing(lambda send: self._events.send(task, owner, filters, send))
+                return self._lifecycle.until_closing(lambda send: self._events.send(shown, filters, send))
             case ("POST", "networks", name, "connect" | "disconnect" as verb):
-                return self._change_network(verb, request, task, owner, name)
+                return self._change_network(verb, request, shown, name)
             case ("POST", "containers", "create"):
                 return await self._create(request, task, owner, grant)
             case ("POST", "exec", name, "start"):
-                return await self._execs.start_detached(self._execs.find(task, owner, name), request)
+                return await self._execs.start_detached(self._execs.find(shown, name), request)
             case ("POST", "exec", name, "resize"):
                 # Output does not depend on a terminal's size here, so resizing only checks that the instance exists.
-                self._execs.find(task, owner, name)
+                self._execs.find(shown, name)
                 return Local(200, headers=())
             case (_, "containers", name, *_) if name not in {"json", "create", "prune"}:
-                return await self._of_container(request, self._registry.find(task, owner, name), grant)
+                return await self._of_container(request, self._registry.find(shown, name), grant)
         raise NO_PAGE
 
     async def _of_container(
@@ -209,7 +214,7 @@ class DockerApi:
         # Loads the rollout, after which the request may be one that memory answers.
         in_memory = container.is_planned or container.lost
         rollout = None if in_memory else await self._lifecycle.rollout_of(container)
-        return self._container_from_memory(request, task, owner) or await self._in_container(
+        return self._container_from_memory(request, ShownContainers(task, owner)) or await self._in_container(
             request, container, rollout
         )
 
@@ -285,7 +290,7 @@ class DockerApi:
             raise RefusalError(
                 409, "docker", f'Conflict. The container name "/{name}" is being taken by another request.'
             )
-        for other in self._registry.of(task, owner):
+        for other in self._registry.of(ShownContainers(task, owner)):
             if other.name == name:
                 raise RefusalError(
                     409, "docker", f'Conflict. The container name "/{name}" is already in use by container '
@@ -328,10 +333,10 @@ class DockerApi:
 
     # -- networks and events -----------------------------------------------------------------------------------------
 
-    def _change_network(self, verb: str, request: DockerRequest, task: str, owner: str, name: str) -> Local:
+    def _change_network(self, verb: str, request: DockerRequest, shown: ShownContainers, name: str) -> Local:
         """Connect a container of a project to a network, or disconnect it. Both only change what clients are shown."""
-        network, body = self._projects.names(task, owner).require_network(name), request.json()
-        container = self._registry.find(task, owner, str(body.get("Container") or ""))
+        network, body = self._projects.names(shown.task, shown.owner).require_network(name), request.json()
+        container = self._registry.find(shown, str(body.get("Container") or ""))
         if container.project != network.project:
             raise RefusalError(
                 400, "docker", f"Container {container.name} is not of network {network.name!r}. Name the network when "
@@ -346,6 +351,10 @@ class DockerApi:
         container.spec.body["NetworkingConfig"] = {**settings, "EndpointsConfig": endpoints}
         self._registry.save(container)
         return Local(200, headers=())
+
+
+def _shown(address: Address, grant: Grant) -> ShownContainers:
+    return ShownContainers(address.task, address.rollout, alone=bool(grant.rollout))
 
 
 def _makes_call(request: DockerRequest) -> bool:

@@ -13,7 +13,7 @@ from proxy.dialects.base import Local
 from proxy.execution.errors import StateLostError
 from proxy.http.answer_cache import Answers, PreparedAnswer
 from proxy.refusals import RefusalError
-from proxy.tree.keys import CallKey, call_key
+from proxy.tree.keys import CallKey, call_key, private_key
 from proxy.tree.rollout import Rollout
 from proxy.tree.tree import Record
 from sandboxes.calls import ToolCall
@@ -43,10 +43,12 @@ class ContainerCalls:
         return self._answers.of(await self._record(rollout, call, call_key(call), listener))
 
     def recorded(self, rollout: Rollout, call: ToolCall) -> bytes | None:
-        """Return the result of a rollout's first call without taking a step; None if the root does not know it."""
-        # The main command is the first call of its rollout, so its record is at the root.
-        record = rollout.tree.root.records.get(call_key(call))
-        return None if record is None else self._answers.of(record).body
+        """Return the result of a rollout's first call without taking a step; None if that was another call, or none."""
+        # The main command is the first call of its rollout, so its record is at the root, where another's may be, too.
+        key, records = call_key(call), rollout.tree.root.records
+        own = [records.get(key), records.get(private_key(key, rollout.id, 0))]
+        first = [number for _, number, _ in self._context.store.rollouts.steps(rollout.id, " ORDER BY turn LIMIT 1")]
+        return next((self._answers.of(record).body for record in own if record and record.id in first), None)
 
     async def copy(self, request: DockerRequest, container: Container, rollout: Rollout) -> Local:
         """Copy an archive in (PUT) or out (GET), or describe a path (HEAD). Raises RefusalError (404 without it)."""

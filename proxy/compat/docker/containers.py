@@ -101,6 +101,20 @@ class Container:
         self.state = next_state(NEXT, self.state, change)
 
 
+@dataclass(frozen=True, slots=True)
+class ShownContainers:
+    """Which containers a client is shown: those created below its URL; with a rollout's token, that rollout's alone."""
+
+    task: str
+    owner: str  # The rollout in the URL.
+    alone: bool = False
+
+    def includes(self, container: Container) -> bool:
+        """Return whether a container is shown; a planned one becomes the URL's rollout."""
+        here = (container.task, container.owner) == (self.task, self.owner)
+        return here and (not self.alone or container.rollout in ("", self.owner))
+
+
 @dataclass(slots=True, eq=False)
 class Exec:
     """An exec instance."""

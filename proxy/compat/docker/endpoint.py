@@ -74,7 +74,9 @@ class DockerEndpoint:
 
     def known(self, scope: Mapping[str, Any], body: bytes | bytearray) -> bytes | None:
         """Return the whole HTTP response to a request; None if it needs an await."""
-        return self._api.known(scope["method"], self._address_of(scope), scope["query_string"], bytes(body))
+        return self._api.known(
+            scope["method"], self._address_of(scope), scope["query_string"], bytes(body), scope.get(GRANT, ALL)
+        )
 
     async def serve(
         self,
@@ -136,7 +138,7 @@ class DockerEndpoint:
     def _stream_known(self, scope: Mapping[str, Any], body: bytes, connection: StreamConnection) -> bool:
         """Answer a request that needs no await; return False for any other."""
         try:
-            return self._api.stream_known(self._address_of(scope), body, connection)
+            return self._api.stream_known(self._address_of(scope), body, scope.get(GRANT, ALL), connection)
         except Exception as error:  # noqa: BLE001 - `stream` meets the same error again, and reports it
             log.debug("not answered at once", error=repr(error))
             return False
@@ -146,7 +148,8 @@ class DockerEndpoint:
         self._open_streams += 1
         try:
             self._require_free_stream()
-            await self._api.stream(self._address_of(scope), scope["query_string"], body, connection)
+            grant = scope.get(GRANT, ALL)
+            await self._api.stream(self._address_of(scope), scope["query_string"], body, grant, connection)
         except Exception as error:  # noqa: BLE001 - a request ends here
             await self._report(scope, error, connection)
         finally:
@@ -163,7 +166,8 @@ class DockerEndpoint:
     async def _report(self, scope: Mapping[str, Any], error: Exception, connection: StreamConnection) -> None:
         """Report an error: in the stream if it is open, else as an HTTP response."""
         problem = failed_call(scope, error, self._count)
-        if not connection.opened and _shows_no_response(scope) and self._api.fail_exec(self._address_of(scope)):
+        address, grant = self._address_of(scope), scope.get(GRANT, ALL)
+        if not connection.opened and _shows_no_response(scope) and self._api.fail_exec(address, grant):
             connection.open(tty=connection.tty)
         if connection.opened:
             await connection.send_error(f"forkpoint: {problem.detail}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.docker.containers import Container
+from proxy.compat.docker.containers import Container, ShownContainers
 
 _MAX_WAITING = 1000
 """Events that are kept for a client that does not read. A client that falls further behind loses the oldest ones."""
@@ -17,11 +17,11 @@ class ContainerEvents:
     """Passes events on to the clients that listen. Nothing is kept for those that come later."""
 
     def __init__(self) -> None:
-        self._listeners: dict[tuple[str, str], set[asyncio.Queue[bytes]]] = {}
+        self._listeners: dict[asyncio.Queue[bytes], ShownContainers] = {}
 
     def publish(self, action: str, container: Container) -> None:
         """Tell the clients of a container's URL what happened: create, start, die, stop or destroy."""
-        listeners = self._listeners.get((container.task, container.owner))
+        listeners = [listener for listener, shown in self._listeners.items() if shown.includes(container)]
         if not listeners:
             return
         line = orjson.dumps(_event(action, container, time.time_ns())) + b"\n"
@@ -32,15 +32,13 @@ class ContainerEvents:
 
     async def send(
         self,
-        task: str,
-        owner: str,
+        shown: ShownContainers,
         filters: Mapping[str, Sequence[str]],
         send: Callable[[bytes], Awaitable[None]],
     ) -> None:
         """Send a URL's events until the caller cancels; filters but type, event, container and label are ignored."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)
-        listeners = self._listeners.setdefault((task, owner), set())
-        listeners.add(queue)
+        self._listeners[queue] = shown
         try:
             # The head goes out at once: clients act only when they listen.
             await send(b"")
@@ -49,9 +47,7 @@ class ContainerEvents:
                 if _matches(orjson.loads(line), filters):
                     await send(line)
         finally:
-            listeners.discard(queue)
-            if not listeners:
-                self._listeners.pop((task, owner), None)
+            del self._listeners[queue]
 
 
 def _event(action: str, container: Container, time_ns: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import secrets
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
-from proxy.compat.docker.containers import Container, Exec, ExecState
+from proxy.compat.docker.containers import Container, Exec, ExecState, ShownContainers
 from proxy.compat.docker.output import OutputListener, OutputSink, client_output
 from proxy.compat.docker.registry import ContainerRegistry
 from proxy.compat.docker.requests import DockerRequest
@@ -48,10 +48,10 @@ class ContainerExecs:
             self._execs.pop(oldest, None)
         return responses.json_response({"Id": instance.id}, 201)
 
-    def find(self, task: str, owner: str, exec_id: str) -> Exec:
+    def find(self, shown: ShownContainers, exec_id: str) -> Exec:
         """Return an instance. Raises RefusalError (404) if this URL has none, or the proxy was restarted since."""
         instance = self._execs.get(exec_id)
-        if instance is None or (instance.container.task, instance.container.owner) != (task, owner):
+        if instance is None or not shown.includes(instance.container):
             raise RefusalError(404, "docker", f"No such exec instance: {exec_id}")
         return instance
 

@@ -129,7 +129,7 @@ class ContainerLifecycle:
         rollout = await self._registry.require_rollout(container)
         if container.state is ContainerState.EXITED:
             # A stop ends every process. Nothing can observe that before the next start, so they are killed only now.
-            await self._calls.run(rollout, requests.kill_all(container.spec.user))
+            await self._calls.run(rollout, requests.kill_all())
             self._registry.activity(container).exited = asyncio.Event()
         self._note_start(container)
         if container.spec.background:

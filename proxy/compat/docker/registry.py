@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from proxy.compat.docker.containers import Container, ContainerChange, ContainerState
+from proxy.compat.docker.containers import Container, ContainerChange, ContainerState, ShownContainers
 from proxy.compat.docker.output import OutputListener
 from proxy.compat.docker.requests import ContainerSpec
 from proxy.compat.docker.stream import StreamConnection
@@ -75,13 +75,13 @@ class ContainerRegistry:
             if activity is not None:
                 activity.detach()
 
-    def of(self, task: str, owner: str) -> list[Container]:
-        """Return the containers that a URL shows; without an owner, those that were created without one."""
-        return [container for container in self._by_task[task].values() if container.owner == owner]
+    def of(self, shown: ShownContainers) -> list[Container]:
+        """Return the containers that a client is shown; without an owner, those that were created without one."""
+        return [container for container in self._by_task[shown.task].values() if shown.includes(container)]
 
-    def find(self, task: str, owner: str, name: str) -> Container:
+    def find(self, to: ShownContainers, name: str) -> Container:
         """Return the container with this ID, name or beginning of an ID. Raises RefusalError (404) if it is not one."""
-        shown = self.of(task, owner)
+        shown = self.of(to)
         # Docker's order: a full ID or a name wins over the beginning of an ID.
         exact = [container for container in shown if name in {container.id, container.name, f"/{container.name}"}]
         matches = exact or [container for container in shown if name and container.id.startswith(name)]
@@ -112,7 +112,7 @@ class ContainerRegistry:
 
     def project(self, task: str, owner: str, project: str) -> list[Container]:
         """Return the containers of a project."""
-        return [container for container in self.of(task, owner) if container.project == project]
+        return [container for container in self.of(ShownContainers(task, owner)) if container.project == project]
 
     def activity(self, container: Container) -> ContainerActivity:
         """Return what is under way in a container."""

@@ -282,7 +282,7 @@ def main_command(spec: ContainerSpec) -> ExecSpec:
     return ExecSpec(spec.main, {}, None, spec.user or None, spec.tty, spec.stdin, frozenset({1, 2}))
 
 
-def kill_all(user: str) -> ToolCall:
-    """Return the call that kills every process of a container, as stopping it does."""
+def kill_all() -> ToolCall:
+    """Return the call that kills every process of a container, of whichever user, as stopping it does."""
     argv = ["/bin/sh", "-c", "kill -9 -1"]
-    return ToolCall("process", "run", {"argv": argv, "env": {}, "cwd": "/", "user": user or None, "tty": False})
+    return ToolCall("process", "run", {"argv": argv, "env": {}, "cwd": "/", "user": "0", "tty": False})

@@ -84,9 +84,8 @@ class E2bEndpoint:
             return None
         note = self._registry.awake(rollout)
         deciding = [header for header in scope["headers"] if header[0] in _DECIDING]
-        if note is None or any(
-            name == b"e2b-sandbox-id" and value.decode("latin-1") != rollout.name for name, value in deciding
-        ):
+        # What the request names is not always the rollout of its URL, below which there may be further sandboxes.
+        if note is None or any(name != rollout.name for name in requests.sandboxes_in(deciding)):
             return None
         spec = self._context.tasks.spec(rollout.task)
         headers = tuple(header for header in deciding if header[0] != b"e2b-sandbox-id")

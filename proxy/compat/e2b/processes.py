@@ -92,7 +92,7 @@ class ProcessRun:
         """Build the call once its node and key are known; see `executor.CallFactory`."""
         self.pid, self._detach = pid_of(node, key), detach
         call = self._start.call
-        arguments = {**call.arguments, "process": self.pid, "tag": self._start.tag}
+        arguments = {"tag": "", **call.arguments, "process": self.pid}
         return ToolCall(call.endpoint, call.tool, arguments, call.body)
 
     async def head(self, _status: int, _headers: Headers) -> None:

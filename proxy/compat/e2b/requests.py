@@ -2,12 +2,14 @@
 
 Both are served at one base URL (`E2B_API_URL`, `E2B_SANDBOX_URL`). The control plane is REST, processes and directory
 entries speak Connect with JSON, and files plain HTTP. A call's key consists of what the call does (of a process: its
-command, arguments, variables, directory, user, time limit, open stdin). Pids, tags and request ids are in no key.
+command, arguments, variables, directory, user, time limit, open stdin, and its tag, by which clients find it again).
+Pids and request ids are in no key.
 """
 
 import base64
 import binascii
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from posixpath import join
 from typing import Any
@@ -39,7 +41,6 @@ class ProcessStart:
     """A request to start a process."""
 
     call: ToolCall  # Does not contain the sandbox's own variables yet.
-    tag: str  # The client's name for the process; may be empty.
     keepalive_s: float  # Silence after which the client expects a keepalive event.
     deadline_s: float | None  # Time limit of the response; None for no limit.
 
@@ -82,6 +83,13 @@ def sandbox_of(request: Request) -> str:
     """Return the sandbox that a request to envd names, in a header or in its host; empty if it names none."""
     host = _HOST.match(request.header("host"))
     return request.header("e2b-sandbox-id") or (host[2] if host else "")
+
+
+def sandboxes_in(headers: Iterable[tuple[bytes, bytes]]) -> list[str]:
+    """Return the sandboxes that headers name, of which `sandbox_of` takes one."""
+    texts = [(name, value.decode("latin-1")) for name, value in headers if name in {b"e2b-sandbox-id", b"host"}]
+    hosts = [match[2] for name, value in texts if name == b"host" and (match := _HOST.match(value))]
+    return [value for name, value in texts if name == b"e2b-sandbox-id"] or hosts
 
 
 def port_of(request: Request) -> str:
@@ -184,11 +192,11 @@ def _start(message: dict[str, Any], request: Request, spec: EnvironmentSpec) -> 
         "stdin": message.get("stdin") is True,
         "timeout_s": deadline_s or DEFAULT_PROCESS_S,
     }
+    if tag := string_field(message, "tag"):
+        arguments["tag"] = tag
     if message.get("pty") is not None:
         arguments |= {"tty": True, "stdin": False, "size": _size(message)}
-    return ProcessStart(
-        ToolCall("process", "run", arguments), string_field(message, "tag"), _keepalive_s(request), deadline_s
-    )
+    return ProcessStart(ToolCall("process", "run", arguments), _keepalive_s(request), deadline_s)
 
 
 def _selected(message: dict[str, Any]) -> tuple[int | None, str]:

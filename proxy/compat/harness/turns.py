@@ -22,8 +22,8 @@ _DRAWN = frozenset({
     "encrypted_content",
 })  # fmt: skip
 """Members that engines draw, or that say what a response has cost."""
-_SAID = frozenset({"input", "args", "arguments"})
-"""Members that the model has chosen: nothing is left out below them."""
+_SAID = frozenset({"input", "args", "arguments", "action"})
+"""Members that the model has chosen: nothing is left out below them, and no event goes on with a part of them."""
 _TEXTS = frozenset({
     "text", "content", "delta", "partial_json", "arguments", "thinking", "reasoning", "reasoning_content", "refusal",
 })  # fmt: skip
@@ -184,6 +184,8 @@ def _joined(events: Iterable[Any]) -> list[Any]:
 
 def _continued(one: Any, other: Any, name: str = "") -> Any:
     """Return two values as one, if they differ only in texts that go on; None if they do not."""
+    if name in _SAID and not isinstance(one, str):
+        return None
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         members = {key: _continued(member, other[key], key) for key, member in one.items()}
         differ = any(both is None and one[key] is not None for key, both in members.items())
@@ -199,5 +201,8 @@ def _continued(one: Any, other: Any, name: str = "") -> Any:
 def _has_text(value: Any) -> bool:
     """Return whether a part of a text is somewhere in an event: two equal events without one are two events."""
     if isinstance(value, dict):
-        return any((name in _TEXTS and isinstance(member, str)) or _has_text(member) for name, member in value.items())
+        return any(
+            (name in _TEXTS and isinstance(member, str)) or (name not in _SAID and _has_text(member))
+            for name, member in value.items()
+        )
     return isinstance(value, list) and any(map(_has_text, value))

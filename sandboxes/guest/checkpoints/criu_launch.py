@@ -32,7 +32,8 @@ from typing import NamedTuple, NoReturn
 
 from sandboxes.guest.checkpoints import mapped_locks
 from sandboxes.guest.checkpoints.held_names import HeldNames
-from sandboxes.guest.checkpoints.lost_settings import NotDumpableError, put_back
+from sandboxes.guest.checkpoints.looking import NotDumpableError
+from sandboxes.guest.checkpoints.lost_settings import put_back
 from sandboxes.guest.checkpoints.watched import watched_directories
 from sandboxes.guest.driver_link import DriverLink
 from sandboxes.ipc.codec import Envelope, IpcMessage

@@ -31,7 +31,7 @@ import re
 import stat
 
 from sandboxes.guest.checkpoints import lost_settings
-from sandboxes.guest.checkpoints.lost_settings import NotDumpableError
+from sandboxes.guest.checkpoints.looking import NotDumpableError, in_child, taken
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 
@@ -57,6 +57,10 @@ _SIOCUNIXFILE = 0x89E0
 """An ioctl that opens the file which a Unix socket is bound to (linux/un.h)."""
 _NAMESPACES = ("mnt", "pid", "user")
 _ENDED = (b"Z", b"X")
+_EXIT_CODE = 49
+"""Place of the exit status behind the name in proc_pid_stat(5)."""
+_CUT_BITS = 0x8080
+"""Bits of an exit status (wait(2)): the highest of a code, and whether memory was written to a file."""
 
 
 class UnsafeNameError(NotDumpableError):
@@ -93,7 +97,7 @@ class HeldNames:
             noted = lost_settings.as_bytes(lost_settings.look(map(int, pids), self._descriptors))
             return [noted, *_plain_sockets(bound, self._descriptors)]
 
-        noted, *paths = lost_settings.in_child(look)
+        noted, *paths = in_child(look)
         # What the processes have set and CRIU does not save; see `lost_settings`.
         self.noted = lost_settings.from_bytes(noted)
         for path in paths:
@@ -121,6 +125,8 @@ class HeldNames:
         path = os.readlink(os.fsencode(where))  # noqa: PTH115
         if link.startswith("fd/"):
             self._descriptors.append((int(pid), int(link[3:]), path))
+        if link == "exe" and path.startswith(b"/memfd:"):
+            raise UnsafeNameError(f"process {pid} runs a program that has no file")
         if path.startswith(b"/"):
             held, subject = os.stat(where), f"process {pid} holds {_text(path)}"  # noqa: PTH116
             if (own := _OWN_FILE.fullmatch(path)) and int(own[1]) == int(pid):
@@ -210,6 +216,8 @@ def _stands_still(pid: str, tracer: int) -> bool:
                 status = dict(line.split(b":", 1) for line in file if line.startswith((b"State:", b"TracerPid:")))
             if status[b"State"].split()[0] not in _ENDED:
                 tracers[thread] = int(status[b"TracerPid"])
+            elif thread == pid:
+                _require_small_code(pid)
     except (FileNotFoundError, ProcessLookupError):
         # It ended before CRIU came to it, and nothing of it is left to look up.
         return False
@@ -219,6 +227,17 @@ def _stands_still(pid: str, tracer: int) -> bool:
             f"process {pid} is not part of the tree that is dumped, or runs on without its main thread"
         )
     return bool(tracers)
+
+
+def _require_small_code(pid: str) -> None:
+    """Raise if a process has ended with a code that CRIU cuts, because it keeps seven bits, and nobody has asked."""
+    with open(f"/proc/{pid}/stat", "rb") as file:  # noqa: PTH123
+        status = int(file.read().rpartition(b")")[2].split()[_EXIT_CODE])
+    if status & _CUT_BITS:
+        raise UnsafeNameError(
+            f"process {pid} has ended with code {status >> 8 or status}, its parent has not asked yet, and a "
+            "checkpoint changes codes above 127"
+        )
 
 
 def _require_same(path: bytes, held: os.stat_result, subject: str) -> None:
@@ -281,7 +300,7 @@ def _plain_sockets(wanted: dict[bytes, bytes], descriptors: list[tuple[int, int,
     for pid, number, description in descriptors:
         if description in wanted:
             # The kernel opens what the socket is bound to (unix(7), SIOCUNIXFILE).
-            with lost_settings.taken(pid, number) as held, Opened(fcntl.ioctl(held, _SIOCUNIXFILE)) as bound:
+            with taken(pid, number) as held, Opened(fcntl.ioctl(held, _SIOCUNIXFILE)) as bound:
                 path = os.readlink(b"/proc/self/fd/%d" % bound)  # noqa: PTH115
                 _require_plain(path, os.fstat(bound), f"process {pid} has a socket bound to {_text(path)}")
             name = wanted[description]

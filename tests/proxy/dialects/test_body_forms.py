@@ -54,6 +54,20 @@ def test_query_form_sorts_by_name() -> None:
     assert query_form("a=") != query_form("")
 
 
+@pytest.mark.parametrize(("one", "other"), [("a", "a="), ("q=c++", "q=c%20%20"), ("q=c+", "q=c%2B"), ("a&&b", "a&b")])
+def test_queries_that_a_server_can_tell_apart_are_two(one: str, other: str) -> None:
+    form = "application/x-www-form-urlencoded"
+    assert query_form(one) != query_form(other)
+    assert body_form(one.encode(), form) != body_form(other.encode(), form)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", r'"\ud800"', "[" * 3000 + "]" * 3000])
+def test_a_body_that_has_no_canonical_form_counts_by_its_bytes(value: str) -> None:
+    """Long numbers are read by another parser, which accepts more."""
+    body = f'{{"long": 1234567890123456, "value": {value}}}'.encode()
+    assert body_form(body, "application/json") == {"sha256": sha256(body).hexdigest()}
+
+
 def form(boundary: str, *parts: tuple[str, bytes]) -> tuple[bytes, str]:
     """Return a multipart body and its content type."""
     body = b"".join(f"--{boundary}\r\n{head}\r\n\r\n".encode() + data + b"\r\n" for head, data in parts)

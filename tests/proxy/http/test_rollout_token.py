@@ -244,6 +244,27 @@ def test_own_address_reaches_no_other_rollout(proxy: Running, tokens: dict[str, 
     assert others(proxy) == before
 
 
+def test_further_containers_below_its_url_are_other_rollouts(proxy: Running) -> None:
+    """Another token may create several containers below one URL. The first is the URL's rollout."""
+    begun = respond(proxy, "POST", f"/api/v1/tasks/{TASK}/rollouts", ROOT, json={"rollout": "two"}).json()
+    base, ours = f"/t/{TASK}/r/two/docker/containers", begun["token"]
+    create = {"Image": "any", "Cmd": ["sleep", "2h"]}
+    made = [respond(proxy, "POST", f"{base}/create", ROOT, json=create).json()["Id"] for _ in range(2)]
+    execs = []
+    for container in made:
+        respond(proxy, "POST", f"{base}/{container}/start", ROOT)
+        execs.append(respond(proxy, "POST", f"{base}/{container}/exec", ROOT, json={"Cmd": ["pwd"]}).json()["Id"])
+    assert [entry["Id"] for entry in respond(proxy, "GET", f"{base}/json", ours).json()] == made[:1]
+    for place, refused in ((1, True), (0, False)):
+        for method, path in (
+            ("GET", f"{base}/{made[place]}/json"), ("POST", f"{base}/{made[place]}/exec"),
+            ("GET", f"{base}/{made[place]}/archive?path=/etc"), ("POST", f"{base}/{made[place]}/stop"),
+            ("POST", f"/t/{TASK}/r/two/docker/exec/{execs[place]}/start"), ("DELETE", f"{base}/{made[place]}"),
+        ):  # fmt: skip
+            answer = respond(proxy, method, path, ours, json={"Cmd": ["pwd"], "Detach": "start" in path})
+            assert (answer.status_code == 404) is refused, (path, answer.text)
+
+
 def test_bodies_name_no_other_rollout(proxy: Running, tokens: dict[str, str]) -> None:
     """Rules read a rollout, its parent or a task from the body: none may be another one."""
     before = others(proxy)

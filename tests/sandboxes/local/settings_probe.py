@@ -270,41 +270,87 @@ def options_of_connections() -> Read:
     return lambda: [[held.getsockopt(*name, 16) for name in options] for held in (server, near, far)]
 
 
-@comes_back
-def options_of_datagrams() -> Read:
-    held = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-    held.bind(("127.0.0.1", 0))
-    options = (socket.SOL_SOCKET, 29), (socket.IPPROTO_IP, 11), (socket.IPPROTO_IP, socket.IP_MULTICAST_TTL)
-    for level, option in options:
-        held.setsockopt(level, option, 1 if option != socket.IP_MULTICAST_TTL else 5)
-    return lambda: [held.getsockopt(*name) for name in options]
-
-
-@comes_back
-def rare_options_of_sockets() -> Read:
-    """Those that a kernel lacks are left out."""
-    datagrams, server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.create_server(("127.0.0.1", 0))
-    datagrams.bind(("127.0.0.1", 0))
-    near = connection()[1]
-    one = struct.pack("i", 1)
-    held = [(datagrams, level, option, one) for level, option in (
-        (0, 12), (0, 13), (0, 24), (1, 40), (1, 42), (1, 43), (17, 104),
-    )]  # fmt: skip
-    held += [(datagrams, 0, 10, struct.pack("i", 2)), (datagrams, 0, 49, bytes(4)), (datagrams, 17, 103, b"\x64\0\0\0")]
-    held += [(datagrams, 0, 51, struct.pack("I", (6000 << 16) | 5000)), (datagrams, 1, 47, struct.pack("Q", 100_000))]
-    held += [(datagrams, 1, 37, struct.pack("ii", 2, 0))]
-    held += [(server, 6, option, struct.pack("i", value)) for option, value in ((2, 1024), (10, 8192))]
-    held += [(each, 6, option, struct.pack("i", value)) for each in (server, near) for option, value in (
-        (7, 3), (8, 20), (16, 1), (25, 4096), (36, 1), (37, 1000),
-    )]  # fmt: skip
-    shown = []
-    for each, level, option, value in held:
+def changed_options(held: socket.socket) -> list[tuple[int, int]]:
+    """Change every option of a socket that takes another number, and return those that it keeps."""
+    changed = []
+    for level, option in ((level, option) for level in (0, 41, 17, 6, 1) for option in range(120)):
         try:
-            each.setsockopt(level, option, value)
+            was = held.getsockopt(level, option, 16)
         except OSError:
             continue
-        shown.append((each, level, option))
-    return lambda: [each.getsockopt(level, option, 16) for each, level, option in shown]
+        for value in (was[0] ^ 1, 1, 2, 5, was[0] * 2) if len(was) == 4 and (level, option) not in NO_CHOICE else ():
+            try:
+                held.setsockopt(level, option, value)
+                if held.getsockopt(level, option, 16) != was:
+                    changed.append((level, option))
+                    break
+            except OSError:
+                continue
+    return changed
+
+
+NO_CHOICE = {
+    (1, 10),
+    (1, 26),
+    (1, 27),
+    (1, 35),
+    (1, 49),
+    (1, 50),
+    (1, 51),
+    (1, 73),
+    (6, 3),
+    (6, 10),
+    (6, 12),
+    (6, 19),
+    (17, 1),
+}
+"""SO_OOBINLINE, which hides urgent bytes; filters; options that change by themselves, or that send nothing any more."""
+
+
+def every_option(held: list[socket.socket]) -> Read:
+    shown = [(each, *name) for each in held for name in changed_options(each)]
+    return lambda: [(level, option, each.getsockopt(level, option, 16)) for each, level, option in shown]
+
+
+@comes_back
+def every_option_of_connections() -> Read:
+    unconnected = socket.socket()
+    unconnected.bind(("127.0.0.1", 0))
+    server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    near = socket.create_connection(server.getsockname()[:2])
+    KEPT.append(server.accept()[0])
+    first, second, far = connection()
+    KEPT.append(far)
+    return every_option([unconnected, server, near, first, second])
+
+
+@comes_back
+def every_option_of_datagrams() -> Read:
+    held = [socket.socket(family, socket.SOCK_DGRAM) for family in (socket.AF_INET, socket.AF_INET6)]
+    held[0].bind(("127.0.0.1", 0))
+    held[1].bind(("::1", 0))
+    return every_option(held)
+
+
+@comes_back
+def every_option_of_unix_sockets() -> Read:
+    near, far = socket.socketpair()
+    server, datagrams = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    server.bind("server")
+    server.listen()
+    datagrams.bind("datagrams")
+    KEPT.append(far)
+    return every_option([near, server, datagrams])
+
+
+@comes_back
+def names_of_unix_datagrams() -> Read:
+    server, client = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+    server.bind("server")
+    client.bind("client")
+    client.connect("server")
+    client.send(b"x")
+    return lambda: [client.getpeername(), server.recvfrom(9, socket.MSG_PEEK)]
 
 
 @comes_back
@@ -470,6 +516,175 @@ def connection_that_nobody_accepted() -> Read:
     server = socket.create_server(("127.0.0.1", 0))
     KEPT.extend((server, socket.create_connection(server.getsockname())))
     return lambda: 0
+
+
+@is_lost
+def connection_without_its_other_end() -> Read:
+    near, far = connection()[1:]
+    near.close()
+    return lambda: far.getpeername()[0]
+
+
+@is_lost
+def connection_that_has_ended() -> Read:
+    _, near, far = connection()
+    near.shutdown(socket.SHUT_WR)
+    far.shutdown(socket.SHUT_WR)
+    KEPT.append(far)
+    return lambda: 0
+
+
+@is_lost
+def error_that_waits() -> Read:
+    near, far = connection()[1:]
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    near.close()
+
+    def read() -> int | None:
+        try:
+            far.recv(1)
+        except OSError as error:
+            return error.errno
+        return None
+
+    return read
+
+
+@is_lost
+def bytes_that_wait_to_be_sent() -> Read:
+    _, near, far = connection()
+    near.setblocking(False)
+    sent = 0
+    try:
+        while True:
+            sent += near.send(bytes(1 << 16))
+    except BlockingIOError:
+        pass
+    far.settimeout(5)
+
+    def read() -> bool:
+        got = 0
+        while got < sent:
+            got += len(far.recv(1 << 16))
+        return got == sent
+
+    return read
+
+
+@is_lost
+def unix_connection_without_its_listener() -> Read:
+    server, near = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    server.bind("server")
+    server.listen()
+    near.connect("server")
+    far = server.accept()[0]
+    server.close()
+    KEPT.append(far)
+    return near.getpeername
+
+
+@is_lost
+def unix_connection_of_a_client_with_a_name() -> Read:
+    server, near = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
+    server.bind("server")
+    server.listen()
+    near.bind("client")
+    near.connect("server")
+    KEPT.extend((server, near))
+    return server.accept()[0].getpeername
+
+
+@is_lost
+def unix_datagrams_to_nobody() -> Read:
+    server, near = (socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2))
+    server.bind("server")
+    near.connect("server")
+    server.close()
+    return near.getpeername
+
+
+@is_lost
+def program_without_a_file() -> Read:
+    program = os.memfd_create("program")
+    os.write(program, Path("/bin/sleep").read_bytes())
+    pid = child(lambda: os.execve(program, ["sleep", "1000"], {}))  # noqa: S606
+    link = Path(f"/proc/{pid}/exe")
+    while not str(link.readlink()).startswith("/memfd:"):
+        time.sleep(0.01)
+    return lambda: os.kill(pid, signal.SIGKILL)
+
+
+@is_lost
+def code_above_127() -> Read:
+    pid = child(lambda: os._exit(137))
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    return lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@is_lost
+def watch_with_options() -> Read:
+    KEPT.append(watch(".", 0x80000400))
+    return lambda: 0
+
+
+def raw_terminal(*, echo: bool = False) -> tuple[int, int]:
+    master, slave = pty.openpty()
+    settings = termios.tcgetattr(slave)
+    settings[1] = 0
+    settings[3] = termios.ECHO if echo else 0
+    termios.tcsetattr(slave, termios.TCSANOW, settings)
+    KEPT.extend((master, slave))
+    return master, slave
+
+
+@is_lost
+def terminal_without_its_other_end() -> Read:
+    master, slave = raw_terminal()
+    os.close(slave)
+
+    def read() -> int | None:
+        try:
+            os.read(master, 1)
+        except OSError as error:
+            return error.errno
+        return None
+
+    return read
+
+
+@is_lost
+def stopped_output() -> Read:
+    master, slave = raw_terminal()
+    termios.tcflow(slave, termios.TCOOFF)
+    return lambda: waiting(master)
+
+
+@is_lost
+def terminal_of_its_holders() -> Read:
+    fcntl.ioctl(raw_terminal()[1], termios.TIOCEXCL)
+    return lambda: 0
+
+
+@is_lost
+def echoed_input() -> Read:
+    master, slave = raw_terminal(echo=True)
+    os.write(master, b"typed")
+    return lambda: [os.read(slave, 99), os.read(master, 99)]
+
+
+@is_lost
+def much_input() -> Read:
+    master, slave = raw_terminal()
+    os.set_blocking(master, False)
+    os.write(master, bytes(20000))
+    return lambda: waiting(slave)
+
+
+@is_lost
+def much_output() -> Read:
+    master, slave = raw_terminal()
+    os.write(slave, bytes(5000))
+    return lambda: waiting(master)
 
 
 @is_lost

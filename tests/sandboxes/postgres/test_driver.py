@@ -334,6 +334,12 @@ def test_failed_statements_leave_nothing(tmp_path: Path, shop: Cluster) -> None:
 def test_definitions_that_differ_are_other_states(tmp_path: Path, shop: Cluster) -> None:
     """Agents see the difference by an order, a right, or a plan, so neither may get the other's answers."""
     function = "CREATE FUNCTION f() RETURNS int LANGUAGE sql AS 'SELECT 1'"
+    rule = "CREATE RULE r{} AS ON DELETE TO t DO ALSO SELECT 1"
+    alike = {
+        "CREATE DOMAIN d1 AS int; CREATE DOMAIN d2 AS int": "ALTER DOMAIN d{} ADD CONSTRAINT c CHECK (VALUE > 0)",
+        f"CREATE TABLE t (); {rule.format(1)}; {rule.format(2)}": "ALTER TABLE t DISABLE RULE r{}",
+        "SELECT lo_create(1); SELECT lo_create(2)": "SELECT lo_unlink({})",
+    }
     pairs = [
         ("CREATE TABLE made (a text)", 'CREATE TABLE made (a text COLLATE "C")'),
         (function, f"{function} SECURITY DEFINER"),
@@ -341,11 +347,47 @@ def test_definitions_that_differ_are_other_states(tmp_path: Path, shop: Cluster)
             "CREATE AGGREGATE s(int) (SFUNC = int4pl, STYPE = int)",
             "CREATE AGGREGATE s(int) (SFUNC = int4mul, STYPE = int)",
         ),
+        ("CREATE DOMAIN d AS int", "CREATE DOMAIN d AS int NOT NULL"),
+        ("CREATE DOMAIN d AS text", 'CREATE DOMAIN d AS text COLLATE "C"'),
+        ("CREATE TYPE e AS ENUM ('a,b')", "CREATE TYPE e AS ENUM ('a', 'b')"),
+        *((f"{made}; {change.format(1)}", f"{made}; {change.format(2)}") for made, change in alike.items()),
+        ("CREATE TABLE t (a int)", "CREATE TABLE t (a int, b int); ALTER TABLE t DROP b"),
+        (
+            "CREATE MATERIALIZED VIEW m AS SELECT WHERE false",
+            "CREATE MATERIALIZED VIEW m AS SELECT WHERE false WITH NO DATA",
+        ),
     ]
-    for pair in pairs:
-        one, two = (responses_to(tmp_path, shop, text)[0] for text in pair)
-        assert (one.error, two.error) == (None, None)
-        assert one.state != two.state
+
+    async def test(driver: PostgresDriver) -> None:
+        for pair in pairs:
+            states = []
+            for text in pair:
+                sandbox = await driver.start(shop.spec("shop"))
+                answer = await ask(sandbox, text)
+                assert answer.error is None
+                states.append(answer.state)
+                await sandbox.close()
+            assert states[0] != states[1], pair
+
+    driven(tmp_path, test)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("client_encoding = 'LATIN1'", {"text_base64": "6Q=="}), ("client_encoding = 'SQL_ASCII'", "é")],
+)
+def test_texts_in_other_encodings_are_answered(tmp_path: Path, shop: Cluster, setting: str, value: object) -> None:
+    """They neither end the session, nor hide the names of types."""
+    answer = responses_to(tmp_path, shop, f"SET {setting}", "SELECT chr(233)")[-1]
+    assert answer.value == value
+    assert answer.body["types"] == ["text"]
+
+
+def test_blobs_are_the_same_in_both_forms(tmp_path: Path, shop: Cluster) -> None:
+    """`bytea_output` changes how the server writes them, and not what a rollout is told."""
+    statement = r"SELECT '\x005c78ff4131'::bytea"
+    hexadecimal, _, escaped = responses_to(tmp_path, shop, statement, "SET bytea_output = 'escape'", statement)
+    assert hexadecimal.value == escaped.value == {"base64": "AFx4/0Ex"}
 
 
 def test_procedures_may_commit(tmp_path: Path, shop: Cluster) -> None:
@@ -570,6 +612,38 @@ def test_volatile_results_are_not_shared(tmp_path: Path, shop: Cluster) -> None:
     assert [not a.volatile for a in once] == shareable
 
 
+@pytest.mark.parametrize(
+    ("statement", "param"),
+    [
+        ("SELECT $1::timestamptz", "now"),
+        ("SELECT $1::date", {"date": "\ttoday"}),
+        ("SELECT query_to_xml($1, true, true, '')", "select now()"),
+    ],
+)
+def test_parameters_are_a_part_of_the_statement(tmp_path: Path, shop: Cluster, statement: str, param: object) -> None:
+    """The server reads some as the time, and runs others."""
+
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        answer = await ask(sandbox, statement, params=[param])
+        assert (answer.error, answer.shareable) == (None, False)
+
+    driven(tmp_path, test)
+
+
+def test_settings_in_parameters_are_seen(tmp_path: Path, shop: Cluster) -> None:
+    """A query in a parameter changes the session, so its rollout no longer stands where others do."""
+
+    async def test(driver: PostgresDriver) -> None:
+        sandbox = await driver.start(shop.spec("shop"))
+        before = await ask(sandbox, "DELETE FROM sale WHERE id = 1")
+        query = "select set_config('app.who', 'me', false)"
+        answer = await ask(sandbox, "SELECT query_to_xml($1, true, true, '')", params=[query])
+        assert (answer.state, answer.witness) != (before.state, before.witness)
+
+    driven(tmp_path, test)
+
+
 def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Cluster) -> None:
     """Functions, views and defaults that read the clock are followed."""
     cluster.create(
@@ -577,7 +651,20 @@ def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Clu
         "CREATE FUNCTION inner_one() RETURNS timestamptz LANGUAGE sql AS 'SELECT now()';"
         "CREATE FUNCTION outer_one() RETURNS timestamptz LANGUAGE sql AS 'SELECT inner_one()';"
         "CREATE VIEW latest AS SELECT outer_one() AS at;"
-        "CREATE TABLE log (id serial, at timestamptz DEFAULT now(), note text)",
+        "CREATE TABLE log (id serial, at timestamptz DEFAULT now(), note text);"
+        'CREATE VIEW "Latest of All" AS SELECT now() AS at;'
+        "CREATE DOMAIN moment AS timestamptz DEFAULT now(); CREATE TABLE seen (id int, at moment);"
+        "CREATE FUNCTION differs(int, int) RETURNS bool LANGUAGE sql AS 'SELECT $1 < extract(epoch FROM now())';"
+        "CREATE OPERATOR <~> (FUNCTION = differs, LEFTARG = int, RIGHTARG = int);"
+        "CREATE FUNCTION stamp() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN NEW.at := now(); RETURN NEW; END';"
+        "CREATE TABLE parts (id int, at timestamptz) PARTITION BY LIST (id);"
+        "CREATE TABLE part PARTITION OF parts FOR VALUES IN (1);"
+        "CREATE TRIGGER stamp BEFORE INSERT ON part FOR EACH ROW EXECUTE FUNCTION stamp();"
+        "CREATE TABLE parent (id int PRIMARY KEY);"
+        "CREATE TABLE child (id int REFERENCES parent ON DELETE SET NULL, at timestamptz);"
+        "CREATE TRIGGER stamp BEFORE UPDATE ON child FOR EACH ROW EXECUTE FUNCTION stamp();"
+        "CREATE TABLE hidden (until timestamptz); CREATE POLICY p ON hidden USING (until > now());"
+        "ALTER TABLE hidden ENABLE ROW LEVEL SECURITY; ALTER TABLE hidden FORCE ROW LEVEL SECURITY",
     )
 
     async def test(driver: PostgresDriver) -> None:
@@ -587,9 +674,15 @@ def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Clu
             "SELECT * FROM latest",
             "SELECT note FROM log",
             "INSERT INTO log (note) VALUES ('x')",
+            'SELECT * FROM "Latest of All"',
+            "INSERT INTO seen (id) VALUES (1)",
+            "SELECT 1 <~> 2",
+            "INSERT INTO parts (id) VALUES (1)",
+            "DELETE FROM parent",
+            "SELECT * FROM hidden",
         )
         shareable = [(await ask(sandbox, statement, database="hidden")).shareable for statement in statements]
-        assert shareable == [False, False, True, False]
+        assert shareable == [False, False, True, *[False] * 7]
 
     driven(tmp_path, test)
 

@@ -187,6 +187,19 @@ def test_containers_outlive_a_restart(tmp_path: Path) -> None:
         assert running.client.get(f"/t/task/r/b/docker/containers/{gone}/json").status_code == 404
 
 
+def test_a_log_is_of_the_container_s_own_command(tmp_path: Path) -> None:
+    """Also after a restart. Another rollout has run the same command, which this container has not been started for."""
+    base, command = "/t/task/r/{}/docker/containers", ["echo", "hi"]
+    with serving(tmp_path, any_image=True) as running:
+        ran = container(running, "a", Cmd=command)
+        assert running.client.post(f"{base.format('a')}/{ran}/wait").json()["StatusCode"] == 0
+        created = running.client.post(f"{base.format('b')}/create", json={"Image": "any", "Cmd": command}).json()["Id"]
+    with serving(tmp_path, any_image=True) as running:
+        for rollout, container_id, log in (("a", ran, {1: b"hi\n"}), ("b", created, {})):
+            shown = running.client.get(f"{base.format(rollout)}/{container_id}/logs?stdout=1&stderr=1")
+            assert frames(shown.content) == log
+
+
 def test_project_outlives_a_restart_once_it_has_begun(tmp_path: Path) -> None:
     """Before its first call a project is only a plan, which a restart forgets."""
     labels = {"com.docker.compose.project": "p", "com.docker.compose.service": "main"}

@@ -4,7 +4,7 @@ import asyncio
 
 import orjson
 
-from proxy.compat.docker.containers import Container
+from proxy.compat.docker.containers import Container, ShownContainers
 from proxy.compat.docker.events import ContainerEvents
 from proxy.compat.docker.requests import container_spec
 
@@ -19,7 +19,7 @@ def test_events_reach_their_url_and_pass_filters() -> None:
                 received.put_nowait(data)
 
         filters = {"event": ["start", "die"], "label": ["p=x"]}
-        client = asyncio.create_task(events.send("task", "r", filters, send))
+        client = asyncio.create_task(events.send(ShownContainers("task", "r"), filters, send))
         await listening.wait()
         spec = container_spec({"Image": "any", "Labels": {"p": "x"}}, {})
         for owner in ("other", "r"):

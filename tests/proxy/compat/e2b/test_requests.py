@@ -81,10 +81,10 @@ def test_upload_key_ignores_encoding() -> None:
 
 
 def test_start_key_consists_of_what_runs() -> None:
-    """Tags, ids and the JSON's form are not in the key of a start. Everything that changes what runs is."""
+    """Ids and the JSON's form are not in the key of a start. What changes what runs is, and what clients call it."""
     plain = start(process()).call
     same = [
-        start({**process(), "tag": "mine"}),
+        start({**process(), "tag": ""}),
         start(process(), keepalive_ping_interval="7", e2b_sandbox_id="other", e2b_sandbox_port="1"),
         e2b.read(rpc("process.Process/Start", process(), pretty=True), SPEC),
         start(process(envs={}, cwd="/root")),
@@ -98,6 +98,8 @@ def test_start_key_consists_of_what_runs() -> None:
         start(process(envs={"A": "1"})),
         start(process(cwd="/tmp")),
         start({**process(), "stdin": True}),
+        # Another rollout of the group would not find its process by its own tag, and would be shown this one's.
+        start({**process(), "tag": "mine"}),
         start(process(), authorization=basic),
         start(process(), connect_timeout_ms="1000"),
         start({**process(), "pty": {"size": {"rows": 24, "cols": 80}}}),

@@ -47,6 +47,20 @@ def test_what_the_model_has_chosen_is_never_left_out() -> None:
     assert canonical(one) != canonical(other)
 
 
+@pytest.mark.parametrize("name", ["text", "content", "thinking"])
+def test_two_calls_of_a_tool_are_not_one_with_both_texts(name: str) -> None:
+    """Google's engines send each call as an event of its own, with arguments that may be named like texts."""
+
+    def events(*texts: str) -> ModelResponse:
+        calls = ({"functionCall": {"name": "write", "args": {name: text}}} for text in texts)
+        data = (json.dumps({"candidates": [{"index": 0, "content": {"parts": [call]}}]}) for call in calls)
+        return ModelResponse(200, "text/event-stream", "".join(f"data: {text}\n\n" for text in data).encode())
+
+    assert canonical(events("a", "b")) == canonical(events("a", "b"))
+    assert canonical(events("a", "b")) != canonical(events("ab"))
+    assert canonical(events("a", "a")) != canonical(events("a"))
+
+
 def test_the_same_words_in_other_events_are_the_same_and_in_another_order_are_not() -> None:
     def events(*texts: str) -> ModelResponse:
         data = "".join(f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': t}}]})}\n\n" for t in texts)
