@@ -279,7 +279,7 @@ class RolloutInfo(Shown):
     start: str
     calls: int
     finished: bool
-    state: Literal["running", "idle", "finished"]
+    state: Literal["running", "idle", "lost", "finished"]
     created_at: datetime
     used_at: datetime
     labels: Mapping[str, str | int | float]
@@ -407,6 +407,8 @@ class ReportRow(Shown):
         executed_cpu_s: CPU seconds of executed calls, as far as they are known; None if none is.
         saved_cpu_s: CPU seconds that hits and waits saved, as far as they are known; None if none is.
         peak_bytes: The most memory that one call used at one time; None if it is not known of any.
+        kept_bytes: By owner, bytes that kept states of the owner's tasks have added to the disk; None for others.
+        disk_bytes: The most of these; None for no limit.
     """
 
     group: str | None
@@ -432,6 +434,8 @@ class ReportRow(Shown):
     executed_cpu_s: float | None = None
     saved_cpu_s: float | None = None
     peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    disk_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ def environment_of(
     With `force_build` the Dockerfile counts where the table names an image, too. `variables` are what the harness sets
     for compose files. `build` is None for Docker or buildah. Raises ComposeFileError.
     """
-    if table.get("gpus"):
-        raise ComposeFileError(Reason.DEVICES, "The task needs GPUs (gpus), and a sandbox has no devices.")
+    if needed := [name for name in ("gpus", "tpu") if table.get(name)]:
+        raise ComposeFileError(Reason.DEVICES, f"The task needs {needed[0]}, and a sandbox has no devices.")
     if str(table.get("os") or "linux") != "linux":
         raise ComposeFileError(Reason.VALUE, f"The task needs {table['os']!r} (os), and sandboxes run Linux.")
     build = build or ImageBuilder(folder, timeout_s=float(table.get("build_timeout_sec") or BUILD_S))

@@ -1,8 +1,10 @@
 """The application behind the data plane: the control plane, the page, the manual, and the health of the proxy."""
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from threading import Timer
 from typing import Any
 
 import structlog
@@ -18,8 +20,10 @@ from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, WHOLE
 from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
+from proxy.lifecycle import BackgroundWork
 from proxy.refusals import MEDIA_TYPE, RefusalError
 from proxy.storage.errors import StoreError
+from proxy.telemetry.alerts import EVERY_S
 from proxy.ui.api import PageData, page_data
 from proxy.ui.manual_files import manual
 from proxy.ui.static_files import page
@@ -28,6 +32,10 @@ from proxy.ui.ways import ways
 from sandboxes.errors import SandboxError
 
 log = structlog.get_logger()
+
+_SLOW_START_S = 1.0
+"""After how long a start says what it is doing. Reading back blocks the event loop, so a thread says it."""
+_SLOW_START = "still starting: reads back what the last process left, removes what it left half-done, tries each driver"
 
 _FAULTS = 20
 """How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
@@ -38,12 +46,17 @@ def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        slow = Timer(_SLOW_START_S, log.info, (_SLOW_START,))
+        slow.daemon = True
+        slow.start()
         try:
             await engine.open()
         except (SandboxError, StoreError, OSError) as error:
             # Foreseen: `run` shows the sentence, and the data plane keeps the traceback away from the log.
             engine.lifecycle.start_error = str(error)
             raise
+        finally:
+            slow.cancel()
         try:
             yield
         finally:
@@ -77,6 +90,11 @@ def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
 
 def _health(app: FastAPI, control: ControlPlane) -> None:
     metrics = Metrics(control)
+
+    async def look() -> None:
+        control.alerts.add(time.time(), metrics.values())
+
+    control.lifecycle.background.append(BackgroundWork("alerts", EVERY_S, look))
 
     @app.get("/healthz", tags=["health"], name="get_health")
     async def healthz() -> dict[str, str]:

@@ -5,8 +5,9 @@ The rooms above (endpoints, control plane) read the parts and add their own work
 """
 
 import asyncio
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, cast
 
@@ -52,7 +53,7 @@ from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.room import Room, available_bytes
 from sandboxes.pool.roster import Slot
-from snapshots.cache import SnapshotCache
+from snapshots.cache import DiskQuota, SnapshotCache
 from snapshots.capture import Capture, StateTree
 from snapshots.store import SnapshotStore
 
@@ -342,6 +343,7 @@ def build_engine(
     cache = SnapshotCache(
         snapshots, drivers, counts,
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
+        quota_of=_disk_quotas(access, store, workers=settings.workers),
     )  # fmt: skip
     trees = OpenTrees(store.trees, cache)
     snapshot_value = SnapshotValue(
@@ -392,3 +394,19 @@ def build_engine(
         warm, answers, traces, executor, step, walkers, trees, tasks, forgetting, audit, transfer, roots,
         last_ways, gate, share,
     )  # fmt: skip
+
+
+def _disk_quotas(access: Access, store: Store, *, workers: int) -> Callable[[int], DiskQuota | None]:
+    """Return what finds the owner of a tree: the named token whose tasks its task is one of."""
+    tasks = dict[int, str]()
+
+    def quota_of(tree: int) -> DiskQuota | None:
+        # Asked for each tree at each sweep. A tree that is just imported may have no task yet.
+        if not tasks.get(tree):
+            tasks[tree] = store.trees.task_of(tree)
+        tenant = access.tenant(tasks[tree]) if tasks[tree] else None
+        if tenant is None or not tenant.name:
+            return None
+        return DiskQuota(f"@{tenant.name}", math.inf if tenant.disk_bytes is None else tenant.disk_bytes / workers)
+
+    return quota_of

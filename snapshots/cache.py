@@ -3,6 +3,8 @@
 A snapshot is attached to its node (1), leased by restores (2), dropped after failures (3), and evicted when one of two
 byte budgets is exceeded (4): one for all snapshots, and one for images of live processes. The steps are numbered below.
 
+Owners of trees may have budgets of their own, of the bytes that their snapshots added.
+
 An eviction costs time and never an answer. What goes first are snapshots of states that a replay has reached before.
 Others are given time to be proven, until half of the room above the budget is used (`PATIENCE`). Then those go that no
 running rollout needs: no rollout is led to their states any more before one of them has made the call again. What is
@@ -11,11 +13,11 @@ needed stays (`full`). Beyond a hard bound no further snapshot is taken (`accept
 
 import asyncio
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import structlog
 
@@ -84,6 +86,13 @@ class Judge(Protocol):
         ...
 
 
+class DiskQuota(NamedTuple):
+    """The owner of some trees, and the most bytes that their snapshots may add to the disk; infinite for no limit."""
+
+    owner: str
+    most_bytes: float
+
+
 class SnapshotCache:
     """Attaches snapshots to nodes, lends them for restores, and evicts them when their budgets are exceeded."""
 
@@ -95,17 +104,21 @@ class SnapshotCache:
         *,
         budget_bytes: int,
         checkpoint_bytes: int,
+        quota_of: Callable[[int], DiskQuota | None] = lambda _: None,
     ) -> None:
+        """Keep snapshots of a store within the budgets; `quota_of` names a tree's owner, if it has one."""
         self._store, self._drivers, self._counters = store, drivers, counters
-        self._budget_bytes, self._checkpoint_bytes = budget_bytes, checkpoint_bytes
+        self._budget_bytes, self._checkpoint_bytes, self._quota_of = budget_bytes, checkpoint_bytes, quota_of
+        # Bytes that the snapshots of each owner's trees have added, as last counted, with what was added since.
+        self.owned = Counter[DiskQuota]()
         self.failures = RestoreFailures(store)  # The restores that failed.
         # Bytes that all snapshots take, as the drivers last counted them, with what was added since.
         self.used_bytes = 0
         # Names of the snapshots that can be evicted once a replay has reached their states, least value first; as of
         # the last `fit` that found too little to evict.
         self.unproven: list[str] = []
-        # Kinds of snapshots whose budget is exceeded by states that rollouts need, or that are held.
-        self.full: set[SnapshotKind] = set()
+        # Budgets that states exceed which rollouts need, or which are held: kinds of snapshots, and owners (@name).
+        self.full: set[str] = set()
         self._hopeless: set[str] = set()
         self._fitting = asyncio.Lock()
         # A tree may be older than the settings that turned its driver off, so any name has costs.
@@ -123,10 +136,16 @@ class SnapshotCache:
         # Never negative: freezes add to the total before the next `fit` evicts.
         return max(0, self._budget_bytes - self.used_bytes)
 
-    def accepts(self, kind: SnapshotKind) -> bool:
-        """Return whether a further snapshot of this kind may be taken; pins and roots are taken all the same."""
+    def accepts(self, kind: SnapshotKind, tree: int | None = None) -> bool:
+        """Return whether a further snapshot of this kind may be taken; pins and roots are taken all the same.
+
+        With a tree, its owner's budget counts too. What rollouts would be lost without is kept beyond that.
+        """
         # Files count towards the budget for all snapshots, images towards both.
         if self.used_bytes > _hard_bound(self._budget_bytes):
+            return False
+        quota = None if tree is None else self._quota_of(tree)
+        if quota is not None and self.owned[quota] > _hard_bound(quota.most_bytes):
             return False
         return kind == "files" or self.checkpoint_bytes <= _hard_bound(self._checkpoint_bytes)
 
@@ -137,7 +156,8 @@ class SnapshotCache:
     @property
     def over_budget(self) -> bool:
         """Whether `fit` has something to evict."""
-        return self.used_bytes > self._budget_bytes or self.checkpoint_bytes > self._checkpoint_bytes
+        is_over_quota = any(used_bytes > quota.most_bytes for quota, used_bytes in self._count_owned().items())
+        return is_over_quota or self.used_bytes > self._budget_bytes or self.checkpoint_bytes > self._checkpoint_bytes
 
     @property
     def crowded(self) -> bool:
@@ -161,6 +181,8 @@ class SnapshotCache:
         """Make a saved snapshot the node's; drop it and return False if the node is forgotten or has one already."""
         # Counted even if it is dropped here: the driver still holds its storage until the next `collect`.
         self.used_bytes += snapshot.size_bytes
+        if (quota := self._quota_of(snapshot.tree)) is not None:
+            self.owned[quota] += snapshot.size_bytes
         # During the freeze the node may have been forgotten, or another sandbox at it may have been frozen. Between
         # `save` and this line an eviction may have chosen the snapshot: a node must not name one that is gone.
         if node.detached or node.snapshot is not None or self._store.get(snapshot.id) is None:
@@ -210,7 +232,7 @@ class SnapshotCache:
 
     def added_bytes(self, tree: int) -> int:
         """Return how many bytes the snapshots of a tree have added to the disk."""
-        return sum(snapshot.size_bytes for snapshot in self._store if snapshot.tree == tree)
+        return self._store.tree_bytes[tree]
 
     @contextmanager
     def leased_all(self, tree: int | None = None) -> Iterator[list[Snapshot]]:
@@ -267,7 +289,7 @@ class SnapshotCache:
                 self._store.drop(snapshot)
 
     async def fit(self, judge: Judge) -> int:
-        """Evict snapshots until both budgets hold, free what no snapshot uses, and return how many were evicted."""
+        """Evict snapshots until all budgets hold, free what no snapshot uses, and return how many were evicted."""
         # One at a time: two would evict for the same bytes.
         async with self._fitting:
             return await self._fit(judge)
@@ -275,9 +297,14 @@ class SnapshotCache:
     async def _fit(self, judge: Judge) -> int:
         self._hopeless.intersection_update(snapshot.id for snapshot in self._store)
         unproven_before, self.unproven = self.unproven, []
-        # Images first: evicting them also counts towards the budget for all snapshots.
+        # Owners first, then images: evicting them also counts towards the budget for all snapshots.
+        evicted = 0
+        for quota in list(self._count_owned()):
+            while count := await self._evict_over("files", self.owned[quota], quota.most_bytes, judge, quota):
+                evicted += count
+                self._count_owned()
         # Images share nothing, so their bytes can be summed up without the drivers.
-        evicted = await self._evict_over("processes", self.checkpoint_bytes, self._checkpoint_bytes, judge)
+        evicted += await self._evict_over("processes", self.checkpoint_bytes, self._checkpoint_bytes, judge)
         self.used_bytes = await self._collect()
         # Snapshots share storage, so only the drivers know what an eviction freed: count again after each round.
         while count := await self._evict_over("files", self.used_bytes, self._budget_bytes, judge):
@@ -288,13 +315,25 @@ class SnapshotCache:
         self._counters.evictions += evicted
         return evicted
 
-    async def _evict_over(self, kind: SnapshotKind, used_bytes: int, budget_bytes: int, judge: Judge) -> int:
-        excess_bytes = used_bytes - budget_bytes
+    def _count_owned(self) -> Counter[DiskQuota]:
+        self.owned = Counter()
+        for tree, size_bytes in self._store.tree_bytes.items():
+            if (quota := self._quota_of(tree)) is not None:
+                self.owned[quota] += size_bytes
+        return self.owned
+
+    async def _evict_over(
+        self, kind: SnapshotKind, used_bytes: int, budget_bytes: float, judge: Judge, quota: DiskQuota | None = None
+    ) -> int:
+        """Evict what exceeds a budget, of all snapshots or of an owner's; return how many were evicted."""
+        excess_bytes, full = used_bytes - budget_bytes, kind if quota is None else quota.owner
         if excess_bytes <= 0:
-            self._note_full(kind, is_full=False)
+            self._note_full(full, is_full=False)
             return 0
         # Tree by tree, so that the rollouts of each are looked at once.
-        snapshots = sorted((s for s in self._store if kind in ("files", s.kind)), key=lambda s: s.tree)
+        trees = {tree for tree in self._store.tree_bytes if quota in (None, self._quota_of(tree))}
+        snapshots = [s for s in self._store if kind in ("files", s.kind) and s.tree in trees]
+        snapshots.sort(key=lambda snapshot: snapshot.tree)
         prospects: list[Prospect] = []
         for part in _slices(snapshots):
             prospects += self._judged(judge, part)
@@ -311,7 +350,7 @@ class SnapshotCache:
                 chosen = await asyncio.to_thread(unneeded, prospects, excess_bytes=freed_bytes)
                 # Trees that are not in memory are looked at only where those that are have nothing to give.
                 if not chosen and await judge.read_back(snapshots):
-                    return await self._evict_over(kind, used_bytes, budget_bytes, judge)
+                    return await self._evict_over(kind, used_bytes, budget_bytes, judge, quota)
         evicted = 0
         for part in _slices([snapshot for name in chosen if (snapshot := self._store.get(name)) is not None]):
             # Looked at again, and without an await: what no rollout needs now is what goes.
@@ -322,7 +361,7 @@ class SnapshotCache:
             await asyncio.sleep(0)
         if not chosen:
             self.unproven += [name for name in waiting if name not in self.unproven]
-        self._note_full(kind, is_full=not chosen and (not waiting or used_bytes > _hard_bound(budget_bytes)))
+        self._note_full(full, is_full=not chosen and (not waiting or used_bytes > _hard_bound(budget_bytes)))
         return evicted
 
     def _judged(self, judge: Judge, snapshots: list[Snapshot]) -> list[Prospect]:
@@ -331,14 +370,14 @@ class SnapshotCache:
             for prospect in judge.prospects(snapshots)
         ]
 
-    def _note_full(self, kind: SnapshotKind, *, is_full: bool) -> None:
-        if is_full and kind not in self.full:
+    def _note_full(self, budget: str, *, is_full: bool) -> None:
+        if is_full and budget not in self.full:
             log.warning(
                 "states that running rollouts need exceed their budget. Beyond a quarter more none is taken. Raise "
                 "the budget, or end the rollouts that are there.",
-                kind=kind, bytes=self.used_bytes,
+                budget=budget, bytes=self.used_bytes,
             )  # fmt: skip
-        (self.full.add if is_full else self.full.discard)(kind)
+        (self.full.add if is_full else self.full.discard)(budget)
 
     def _evict(self, name: str, judge: Judge, *, way_known: bool) -> None:
         # Another round, or a dropped tree, may have removed the snapshot already.
@@ -366,5 +405,5 @@ def _slices(snapshots: list[Snapshot]) -> Iterator[list[Snapshot]]:
     return (snapshots[first : first + 250] for first in range(0, len(snapshots), 250))
 
 
-def _hard_bound(budget_bytes: int) -> float:
+def _hard_bound(budget_bytes: float) -> float:
     return max(HARD_SHARE * budget_bytes, budget_bytes + HARD_BYTES)

@@ -15,6 +15,7 @@ import contextlib
 import os
 import shutil
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -45,6 +46,7 @@ class SnapshotStore:
         }
         self._snapshots: dict[str, Snapshot] = {}
         self.checkpoint_bytes = 0  # Bytes of the snapshots that hold live processes.
+        self.tree_bytes = Counter[int]()  # Bytes that the snapshots of each tree have added to the disk.
 
     def open(self) -> int:
         """Read manifests, remove damaged snapshots (all after a reboot), and return how many remain."""
@@ -82,6 +84,7 @@ class SnapshotStore:
 
     def _add(self, snapshot: Snapshot) -> Snapshot:
         self._snapshots[snapshot.id] = snapshot
+        self.tree_bytes[snapshot.tree] += snapshot.size_bytes
         if snapshot.kind == "processes":
             self.checkpoint_bytes += snapshot.size_bytes
         return snapshot
@@ -144,6 +147,9 @@ class SnapshotStore:
         """Remove a snapshot. The driver's next `collect` frees the storage that only it used."""
         # Popped first, so that a second drop, and a `get` meanwhile, find nothing.
         if self._snapshots.pop(snapshot.id, None) is not None:
+            self.tree_bytes[snapshot.tree] -= snapshot.size_bytes
+            if not self.tree_bytes[snapshot.tree]:
+                del self.tree_bytes[snapshot.tree]
             if snapshot.kind == "processes":
                 self.checkpoint_bytes -= snapshot.size_bytes
             _remove(self._path(snapshot.id))

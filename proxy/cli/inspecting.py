@@ -57,7 +57,7 @@ def why(
     task: TaskArgument,
     name: RolloutArgument,
     call: Annotated[
-        int | None, typer.Argument(min=1, help="Number of the call, from 1; default: all that were no hits.")
+        str | None, typer.Argument(help="The call's number, from 1, or a part of its text.", show_default="all misses")
     ] = None,
     json: JsonOption = False,
 ) -> None:
@@ -65,7 +65,10 @@ def why(
     from proxy.cli.rendering.reasons import render_reasons
 
     path = ("tasks", task, "rollouts", name, "why")
-    items = proxy.items(*path) if call is None else proxy.request("GET", *path, params={"turn": call - 1})["items"]
+    if call is not None and call.isdecimal():
+        items = proxy.request("GET", *path, params={"turn": int(call) - 1})["items"] if int(call) else []
+    else:
+        items = [item for item in proxy.items(*path) if call is None or call in (item["title"] or "")]
     if call is not None and not items:
         raise typer.BadParameter(f"rollout {name} has no call {call}. `forkpoint rollout {task} {name}` lists them.")
     show(items, partial(render_reasons, task=task, every=call is not None), json=json)

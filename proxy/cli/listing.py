@@ -31,14 +31,15 @@ def tasks(
 def rollouts(
     proxy: ControlClient,
     task: TaskArgument,
-    running: Annotated[bool, typer.Option("--running", help="Only rollouts that have not ended.")] = False,
+    running: Annotated[bool, typer.Option("--running", help="Only rollouts that can go on.")] = False,
     label: LabelOption = None,
     limit: LimitOption = 1000,
     json: JsonOption = False,
 ) -> None:
     """List a task's rollouts, newest first."""
     query = {"sort": "-created_at", "label": label or [], "finished": False if running else None}
-    show(proxy.items("tasks", task, "rollouts", most=limit, **query), render_rollouts, json=json)
+    rows = proxy.items("tasks", task, "rollouts", most=limit, **query)
+    show([row for row in rows if not (running and row["lost"])], render_rollouts, json=json)
 
 
 def snapshots(

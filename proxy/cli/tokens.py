@@ -6,7 +6,7 @@ import secrets
 from enum import Enum
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +15,7 @@ from proxy.cli.options import JsonOption
 from proxy.cli.output import print_json
 from proxy.cli.text import printable
 
+_SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTP]?i?B|[kMGTP])", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -34,6 +35,9 @@ def token(
         typer.Option("--tasks", help="Tasks that it sees, such as 'alice-*'. Repeatable.", show_default="all"),
     ] = None,
     *,
+    disk: Annotated[
+        str | None, typer.Option(help="Most disk for kept states of these tasks, such as 10G.", show_default="no limit")
+    ] = None,
     file: Annotated[
         Path,
         typer.Option("--file", envvar="FORKPOINT_TOKEN_FILE", help="The proxy's token_file.", dir_okay=False),
@@ -48,23 +52,27 @@ def token(
         if name is None or _NAME.fullmatch(name) is None:
             fail(f"`forkpoint token {action.value}` needs a name: 1 to 64 of A-Z a-z 0-9 . _ - and no sign first.")
         if action is TokenAction.CREATE:
-            _create(file, name, tasks or [], json=json)
+            named = any(pattern.startswith("disk=") for pattern in tasks or [])
+            if named or (disk and not (tasks and _SIZE.fullmatch(disk))):
+                fail("--disk takes a size such as 10G, and needs --tasks: it bounds what the states of these take.")
+            _create(file, name, [*([f"disk={disk}"] if disk else []), *(tasks or [])], json=json)
         else:
             _revoke(file, name, json=json)
     except (OSError, UnicodeDecodeError) as error:
         fail(f"The token file {file} cannot be used: {error}")
 
 
-def _create(file: Path, name: str, tasks: list[str], *, json: bool) -> None:
-    if any(not pattern or pattern[0] in "@#" or pattern.split() != [pattern] for pattern in tasks):
+def _create(file: Path, name: str, fields: list[str], *, json: bool) -> None:
+    if any(not field or field[0] in "@#" or field.split() != [field] for field in fields):
         fail("--tasks takes the name of a task or a pattern without spaces, such as 'alice-*'.")
     lines = _lines(file) if file.exists() else []
     if any(_name(line) == name for line in lines):
         fail(f"There is a token of {name}. Revoke it, or choose another name.")
     secret = secrets.token_hex(24)
-    _write(file, [*lines, " ".join([f"sha256:{sha256(secret.encode()).hexdigest()}", f"@{name}", *tasks])])
+    line = " ".join([f"sha256:{sha256(secret.encode()).hexdigest()}", f"@{name}", *fields])
+    _write(file, [*lines, line])
     if json:
-        print_json({"name": name, "tasks": tasks, "token": secret})
+        print_json(_view(line) | {"token": secret})
     else:
         typer.echo(secret)
         typer.echo("This is the only time that the token is shown; the file has its digest.", err=True)
@@ -81,16 +89,20 @@ def _revoke(file: Path, name: str, *, json: bool) -> None:
 
 
 def _show(lines: list[str], *, json: bool) -> None:
-    views = [
-        {"name": _name(line), "tasks": [field for field in line.split()[1:] if not field.startswith("@")]}
-        for line in lines
-        if line.strip() and not line.lstrip().startswith("#")
-    ]
+    views = [_view(line) for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if json:
         print_json(views)
         return
     for view in views:
-        typer.echo(printable(f"{view['name'] or '(no name)':20} {' '.join(view['tasks']) or 'all tasks'}"))
+        disk = f"  (at most {view['disk']} of kept states)" if view["disk"] else ""
+        typer.echo(printable(f"{view['name'] or '(no name)':20} {' '.join(view['tasks']) or 'all tasks'}{disk}"))
+
+
+def _view(line: str) -> dict[str, Any]:
+    """Return the name, tasks and limit of the disk in a line of the file."""
+    fields = [field for field in line.split()[1:] if not field.startswith("@")]
+    disk = fields.pop(0).removeprefix("disk=") if fields and fields[0].startswith("disk=") else None
+    return {"name": _name(line), "tasks": fields, "disk": disk}
 
 
 def _lines(file: Path) -> list[str]:

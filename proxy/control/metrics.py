@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from proxy.audit.confidence import clopper_pearson
 from proxy.control.parts import ControlPlane
+from proxy.telemetry.alerts import MetricValues
 from proxy.telemetry.run_counters import OTHERS
 from proxy.tree.rollout import Outcome
 from sandboxes.pool.lifecycle import SandboxState
@@ -40,7 +41,9 @@ class _Totals(Collector):
             "forkpoint_hits_refused", "Known calls that ran again: their states had no way back.", "reason",
             counts.hits_refused.items(),
         )  # fmt: skip
-        yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", counts.failures.items())
+        # A kind that an alert waits for is there before the first one: nothing has increased where a series begins.
+        failures = {"store": 0, **counts.failures}
+        yield _labelled("forkpoint_failures", "Failures of the infrastructure.", "kind", failures.items())
         yield _labelled("forkpoint_refusals", "Requests that could not be served.", "kind", counts.refusals.items())
         named = (
             "replayed_calls", "restores", "starts", "snapshots_taken", "evictions", "divergences", "root_changes",
@@ -210,6 +213,11 @@ class Metrics:
     def __init__(self, control: ControlPlane) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_Totals(control))
+
+    def values(self) -> MetricValues:
+        """Return the values of all metrics."""
+        samples = (sample for family in self._registry.collect() for sample in family.samples)
+        return {(name, tuple(labels.items())): value for name, labels, value, *_ in samples}
 
     def render(self) -> bytes:
         """Return the page."""

@@ -35,6 +35,7 @@ from proxy.shares import Share
 from proxy.step import Stepper
 from proxy.storage.journal import Journal
 from proxy.storage.store import Store
+from proxy.telemetry.alerts import Alerts
 from proxy.telemetry.counters import Counters
 from proxy.transfer.service import TransferService
 from proxy.tree.rollout import Rollout
@@ -87,6 +88,7 @@ class ControlPlane:
     reader: Reader  # Makes the views of nodes, trees and rollouts.
     browser: Browser  # Makes the views of large trees, one page at a time.
     changes: ChangeLog  # What people have changed.
+    alerts: Alerts
     started_at: float  # Seconds since 1970.
 
     @classmethod
@@ -135,6 +137,7 @@ class ControlPlane:
             reader=Reader(engine.store),
             browser=Browser(engine.store),
             changes=ChangeLog(engine.settings.data),
+            alerts=Alerts(),
             started_at=time.time(),
         )
 

@@ -106,8 +106,8 @@ class _Group:
             mine = self.overheads or dict.fromkeys(_OVERHEADS, 0.0)
             self.overheads = {name: mine[name] + other.overheads[name] for name in _OVERHEADS}
 
-    def row(self, name: str | None, price_per_hour: float) -> ReportRow:
-        totals = self.totals
+    def row(self, name: str | None, price_per_hour: float, kept: Sequence[tuple[int, float | None]] = ()) -> ReportRow:
+        totals, limits = self.totals, [most for _, most in kept if most is not None]
         return ReportRow(
             group=name, rollouts=self.rollouts, **totals.as_dict(), **(self.overheads or dict.fromkeys(_OVERHEADS)),
             p50_s=quantile(self.seconds, 0.5), p95_s=quantile(self.seconds, 0.95),
@@ -116,6 +116,8 @@ class _Group:
             executed_cost=totals.executed_s / 3600 * price_per_hour, saved_cost=totals.saved_s / 3600 * price_per_hour,
             executed_tokens=self.executed_tokens, saved_tokens=self.saved_tokens,
             executed_cpu_s=self.executed_cpu_s, saved_cpu_s=self.saved_cpu_s, peak_bytes=self.peak_bytes,
+            kept_bytes=sum(used for used, _ in kept) if kept else None,
+            disk_bytes=round(sum(limits)) if limits else None,
         )  # fmt: skip
 
 
@@ -132,6 +134,8 @@ class ReportPart:
     damaged: int  # Rollouts and calls that are left out.
     calls: list[SlowCall]  # Those whose executions took longest.
     label_names: list[str]  # The labels that the rollouts have.
+    # By owner: the bytes that the kept states of its tasks have added to the disk, and the most; None for no limit.
+    kept: dict[str, tuple[int, float | None]] = field(default_factory=dict)
 
     def packed(self) -> bytes:
         """Return the part as JSON."""
@@ -159,16 +163,14 @@ def report_of(parts: Sequence[ReportPart]) -> ReportView:
     return ReportView(
         by=request.by, labels=dict(request.labels), task=request.task, price_per_hour=request.price_per_hour,
         total=total.row(None, request.price_per_hour),
-        rows=[groups[name].row(name, request.price_per_hour) for name in names[:MAX_ROWS]],
+        rows=[
+            groups[name].row(name, request.price_per_hour, [p.kept[name] for p in parts if name and name in p.kept])
+            for name in names[:MAX_ROWS]
+        ],
         truncated=len(names) > MAX_ROWS, arms=_arms(parts, total), damaged=sum(part.damaged for part in parts),
         calls=slowest(call for part in parts for call in part.calls),
         label_names=sorted({name for part in parts for name in part.label_names})[:MAX_NAMES],
     )  # fmt: skip
-
-
-def read_report(connection: sqlite3.Connection, request: ReportRequest) -> ReportView:
-    """Return the report of one store; see `read_part`."""
-    return report_of([read_part(connection, request)])
 
 
 def read_part(connection: sqlite3.Connection, request: ReportRequest) -> ReportPart:

@@ -40,7 +40,7 @@ def read_totals(connection: sqlite3.Connection) -> dict[str, TaskTotals]:
     )
     for task, outcome, count, seconds in connection.execute(sql):
         by_task.setdefault(task, TaskTotals()).answered(Outcome(outcome), seconds, count)
-    rollouts = "SELECT task, SUM(finished = 0), MAX(used_at) FROM rollouts GROUP BY task"
+    rollouts = "SELECT task, SUM(finished = 0 AND lost = ''), MAX(used_at) FROM rollouts GROUP BY task"
     for task, running, used_at in connection.execute(rollouts):
         totals = by_task.setdefault(task, TaskTotals())
         totals.running, totals.used_at = running, used_at

@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
+from structlog.contextvars import bind_contextvars
+
 from proxy.compat.endpoints import EndpointContext, Stream, StreamingEndpoint, StreamTransport, make_endpoints
 from proxy.dataplane.addressing import Addressing, request_of
 from proxy.dataplane.dispatch import Dispatch
@@ -18,7 +20,7 @@ from proxy.dataplane.handover import Handover
 from proxy.dataplane.hit_path import HitPath
 from proxy.dataplane.websockets import Sockets, refuse
 from proxy.engine import Engine
-from proxy.http.access import GRANT
+from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address, address_of
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.exchange import EXPECTED, Exchange
@@ -100,6 +102,8 @@ class DataPlane:
             return
         agents = scope["path"].startswith(_AGENTS_PATHS)
         refusal = self._authorise(scope)
+        if name := scope.get(GRANT, ALL).name:
+            bind_contextvars(token=name)
         if refusal is None and not agents:
             await self._behind(_as_json(scope), receive, send)
         # A refused WebSocket of the control plane ends here too, so the application behind never sees it.

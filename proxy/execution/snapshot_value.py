@@ -81,7 +81,7 @@ class SnapshotValue:
             node.weighed = True
             self.reuse = self.reuse.made(self._behind(node, tree.id))
         kind, driver = kind_of(node), tree.spec.driver
-        if not self._cache.accepts(kind):
+        if not self._cache.accepts(kind, tree.id):
             return False
         # The freeze itself is the price; the bytes are limited by the budget (`SnapshotCache.fit`).
         costs = self._cache.costs[driver]

@@ -9,11 +9,13 @@ from base64 import b64decode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from urllib.parse import unquote
 
 import structlog
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from proxy.http.asgi import ReceivedHeaders, Scope
 from proxy.names import ROLLOUT_TOKEN
@@ -42,6 +44,8 @@ _FILTERED_PATHS = (
     "/openapi.json",
 )
 """Paths that name no task and show each token its own tasks. Other paths without a task need a token for all tasks."""
+_DISK = "disk="
+"""Precedes the most bytes of kept states, such as `disk=10G`, behind a token's name."""
 _DIGEST = "sha256:"
 """Precedes a token's SHA-256 in hexadecimal digits, which a token file may have in place of the token."""
 _SUBPROTOCOL = "token."
@@ -50,6 +54,10 @@ _PUBLIC_PATHS = frozenset({"/", "/healthz", "/readyz", "/ui", "/manual"})
 """Paths that need no token."""
 _PUBLIC_FOLDERS = ("/ui/", "/manual/")
 """The files of the page and of the manual hold no data and need no token either."""
+
+_SIZE = TypeAdapter(ByteSize)
+_TENANTS = 10_000
+"""Tasks whose tenants are remembered."""
 
 RolloutOfToken = Callable[[str], tuple[str, str] | None]
 """Returns the task and the name of the running rollout that a token was made for; None for an unknown token."""
@@ -66,6 +74,7 @@ class Grant:
     patterns: tuple[str, ...] = ()  # Shell patterns of the names of visible tasks; empty means all tasks.
     rollout: str = ""  # The only rollout that the request may read, change or fork; empty for no such limit.
     name: str = ""  # Of the token, which rollouts have as their label `owner`; empty for a token without a name.
+    disk_bytes: int | None = None  # Most bytes of kept states of the tasks that it sees; None for no limit of its own.
 
     @property
     def whole(self) -> bool:
@@ -114,8 +123,8 @@ class Token:
 def read_tokens(token: str | None, file: Path | None, *, may_be_empty: bool = False) -> tuple[Token, ...]:
     """Return the configured tokens: one that may see everything, and those of a file.
 
-    The file has a line `TOKEN [@NAME] [PATTERN…]` or `sha256:DIGEST [@NAME] [PATTERN…]` for each token, and comments
-    after #. Raises AccessError if a token is malformed or doubled, or the file cannot be read or is empty.
+    The file has a line `TOKEN [@NAME] [disk=SIZE] [PATTERN…]` for each token, or `sha256:DIGEST` in place of the token,
+    and comments after #. Raises AccessError if a line is malformed or doubled, or the file cannot be read or is empty.
     """
     lines: list[tuple[str, tuple[str, ...]]] = [] if token is None else [(token, ())]
     if file is not None:
@@ -128,19 +137,26 @@ def read_tokens(token: str | None, file: Path | None, *, may_be_empty: bool = Fa
             raise AccessError(f"token_file {file} holds no token: write one token a line, of 16 characters or more")
         lines += [(field[0], tuple(field[1:])) for field in fields]
     tokens = tuple(
-        Token(_digest(number, text), _grant(patterns), 0 if text.startswith(_DIGEST) else len(text))
-        for number, (text, patterns) in enumerate(lines, 1)
+        Token(_digest(number, text), _grant(number, fields), 0 if text.startswith(_DIGEST) else len(text))
+        for number, (text, fields) in enumerate(lines, 1)
     )
     if len({known.digest for known in tokens}) < len(tokens):
         raise AccessError("a token is configured twice")
     return tokens
 
 
-def _grant(fields: tuple[str, ...]) -> Grant:
-    """Return what a line of the file grants, from what follows the token. Names of tasks never begin with @."""
-    if fields and fields[0].startswith("@"):
-        return Grant(fields[1:], name=fields[0][1:])
-    return Grant(fields)
+def _grant(number: int, fields: tuple[str, ...]) -> Grant:
+    """Return what a line of the file grants, from what follows the token. No task is named @… or disk=…."""
+    name = fields[0][1:] if fields and fields[0].startswith("@") else ""
+    fields = fields[1:] if name else fields
+    if not (fields and fields[0].startswith(_DISK)):
+        return Grant(fields, name=name)
+    if not (name and fields[1:]):
+        raise AccessError(f"token {number} has a limit of its disk: write @NAME before it, and its tasks behind it")
+    try:
+        return Grant(fields[1:], name=name, disk_bytes=_SIZE.validate_python(fields[0].removeprefix(_DISK)))
+    except ValidationError as error:
+        raise AccessError(f"token {number} has no size behind {_DISK}: write a number and its unit, as 10G") from error
 
 
 class TokenFile:
@@ -205,14 +221,18 @@ class Access:
 
     def _use(self, tokens: Sequence[Token]) -> None:
         self._tokens = tuple(tokens)
+        self.tenant = lru_cache(maxsize=_TENANTS)(self._tenant)
         self._lengths = {token.length for token in tokens if token.length}
 
     def namespace(self, task: str) -> str:
         """Return the namespace of a task's shared trees; empty for none. Other tokens' tasks do not share it."""
-        for token in self._tokens:
-            if token.grant.patterns and token.grant.sees(task):
-                return " ".join(token.grant.patterns)
-        return ""
+        tenant = self.tenant(task)
+        return "" if tenant is None else " ".join(tenant.patterns)
+
+    def _tenant(self, task: str) -> Grant | None:
+        """Return the grant of the first token for some tasks that sees a task; None if none of them does."""
+        grants = (token.grant for token in self._tokens)
+        return next((grant for grant in grants if grant.patterns and grant.sees(task)), None)
 
     def grant_of(self, token: str) -> Grant | None:
         """Return what a token may see; None for an unknown token. The time does not depend on the token."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
-from proxy.http.access import ALL, GRANT
+from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.asgi import ReceivedHeaders, Scope
 from proxy.tree.labels import parsed
 
@@ -35,10 +35,9 @@ def labels_of(scope: Mapping[str, Any], headers: ReceivedHeaders) -> dict[str, s
     # Decoded twice, here as the value of a query, and then as the value of a label.
     in_query = parsed(unquote_to_bytes(scope.get(_SENT, b"")))
     in_header = parsed(b",".join(value for name, value in headers if name == HEADER))
-    return owned({**in_query, **in_header}, scope)
+    return owned({**in_query, **in_header}, scope.get(GRANT, ALL))
 
 
-def owned(labels: Mapping[str, str], scope: Mapping[str, Any]) -> dict[str, str]:
+def owned(labels: Mapping[str, str], grant: Grant) -> dict[str, str]:
     """Return a new rollout's labels with the name of the request's token as their owner, if the token has a name."""
-    name = scope.get(GRANT, ALL).name
-    return {**labels, OWNER: name} if name else dict(labels)
+    return {**labels, OWNER: grant.name} if grant.name else dict(labels)

@@ -15,6 +15,7 @@ from proxy.control.paging import Page
 from proxy.control.routes.params import PROBLEM, WHOLE, ControlDep
 from proxy.logs import recent
 from proxy.refusals import RefusalError
+from proxy.times import utc_text
 from sandboxes.spec import EnvironmentSpec
 
 _DOCTOR_S = 60.0
@@ -70,6 +71,17 @@ async def get_warnings(control: ControlDep) -> Page[dict[str, str]]:
 async def get_changes(control: ControlDep) -> Page[dict[str, Any]]:
     """List what people have changed by REST, the newest first: with which token, from which address."""
     return Page.whole(await asyncio.to_thread(control.changes.latest))
+
+
+@system.get("/alerts")
+async def get_alerts(control: ControlDep) -> Page[dict[str, str]]:
+    """List the alerts that are raised now, the newest first: those of `docs/monitoring/alerts.yml`."""
+    raised = sorted(control.alerts.raised(), key=lambda alert: alert.since, reverse=True)
+    return Page.whole([
+        {"timestamp": utc_text(alert.since), "alert": alert.rule.name, "severity": alert.rule.severity,
+         "summary": alert.summary, "what_to_do": alert.rule.what_to_do}
+        for alert in raised
+    ])  # fmt: skip
 
 
 def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> dict[str, str]:

@@ -85,6 +85,7 @@ class AllWorkers:
             ("GET", "/api/v1/system/wrong-answers"): self._of_all(lambda views: _whole(merged_wrong_answers(views))),
             ("GET", "/api/v1/system/warnings"): self._of_all(_newest_first),
             ("GET", "/api/v1/system/changes"): self._of_all(_newest_first),
+            ("GET", "/api/v1/system/alerts"): self._of_all(_once_each),
             **{("GET", path): self._page for path in _PAGES},
         }
 
@@ -263,6 +264,12 @@ def _whole(items: list[Any]) -> Any:
 
 def _with_steps(views: list[Any], name: str) -> Any:
     return {**views[0], name: merged_steps([view[name] for view in views])}
+
+
+def _once_each(views: list[Any]) -> Any:
+    """Return the alerts of all processes, each since it was first raised."""
+    alerts = {item["summary"]: item for item in _newest_first(views)["items"]}
+    return _whole(list(alerts.values()))
 
 
 def _newest_first(views: list[Any]) -> Any:

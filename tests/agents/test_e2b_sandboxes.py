@@ -132,3 +132,19 @@ def test_create_is_idempotent(proxy: Proxy) -> None:
     created = [proxy.client.post("/t/idem/e2b/v2/sandboxes", json={}, headers=headers).json() for _ in range(2)]
     assert created[0] == created[1]
     assert Client(proxy, "idem").sandbox != created[0]["sandboxID"]
+
+
+def test_sandboxes_and_containers_have_the_name_of_their_token(tmp_path: Path) -> None:
+    """As on the plain endpoints: `report --by owner` counts a fork and a container of Docker's too."""
+    require_sandboxes()
+    (tmp_path / "tokens").write_text("alice-token-012345678 @alice\n")
+    with real_proxy(token_file=tmp_path / "tokens") as proxy:
+        proxy.client.headers["x-forkpoint-token"] = "alice-token-012345678"
+        proxy.client.put("/api/v1/tasks/own", json={}).raise_for_status()
+        sandbox = proxy.client.post("/t/own/r/e2b/e2b/sandboxes", json={"templateID": "base"}).json()["sandboxID"]
+        forked = proxy.client.post(f"/t/own/e2b/sandboxes/{sandbox}/fork", json={}).json()
+        container = proxy.client.post("/t/own/r/docker/docker/v1.43/containers/create", json={"Image": "any:1"})
+        assert container.is_success, container.text
+        listed = proxy.client.get("/api/v1/tasks/own/rollouts").json()["items"]
+        names = {"e2b", "docker", forked[0]["sandbox"]["sandboxID"]}
+        assert {each["rollout"]: each["labels"].get("owner") for each in listed} == dict.fromkeys(names, "alice")

@@ -1,8 +1,12 @@
 """MCP: the official SDK's clients, both wires, unmodified, and stock servers inside sandboxes."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from tests.agents.clients import node_packages, packages, run
@@ -55,6 +59,23 @@ def test_diverging_mcp_group_gets_the_servers_own_results() -> None:
     assert after["divergences"] == 0
     # Sessions that we named ended with their clients; rollouts of URLs go on.
     assert sum(finished) == 2
+
+
+def test_lines_of_the_manual_run(tmp_path: Path) -> None:
+    """The page shows a client without a framework; its lines run as they are written, in a function."""
+    page = (HERE.parents[1] / "docs" / "agents" / "mcp.md").read_text()
+    lines = page.partition("## Without a framework\n```python\n")[2].partition("```")[0]
+    program = tmp_path / "client.py"
+    program.write_text(
+        f"import asyncio, sys\nurl = sys.argv[1]\nasync def main():\n{indent(lines, '    ')}\nasyncio.run(main())\n"
+    )
+    with real_proxy() as proxy:
+        proxy.put("p", files={"/root/Makefile": "all:\n\techo built > app\n"})
+        command = [sys.executable, str(program), f"{proxy.url}/t/p/r/1/mcp"]
+        environment = {**os.environ, "PYTHONPATH": str(packages(OLD))}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "echo built > app" in done.stdout
 
 
 STOCK = "mcp-server-sqlite==2025.4.25"

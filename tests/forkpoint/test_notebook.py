@@ -1,6 +1,10 @@
 """Results as notebooks show them, as data frames, and the notebook of examples/."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from examples.make_notebook import CELLS, NOTEBOOK, made
 from forkpoint import to_dataframe
 from forkpoint.results import Diff, Report, ReportRow, RolloutInfo
+from tests.agents.clients import packages
 from tests.forkpoint.test_trees import node
 from tests.machine import require_sandboxes
 
@@ -78,3 +83,31 @@ def test_the_notebook_is_what_its_cells_give() -> None:
     frame = next(cell for cell in again["cells"] if 'by="step"))[[' in "".join(cell["source"]))
     # The second step's calls were all hits.
     assert " 1.00" in "".join(frame["outputs"][0]["data"]["text/plain"])
+
+
+POLARS = """
+import json, sys
+from forkpoint import to_dataframe
+from forkpoint.results import RolloutInfo
+
+known = dict.fromkeys(RolloutInfo.__dataclass_fields__, "")
+labels = ({"step": 3, "reward": 0.5}, {"step": 4, "run": "r1"})
+frame = to_dataframe([RolloutInfo(**{**known, "steps": [], "marks": {}, "labels": each}) for each in labels], "polars")
+chosen = frame.select("label_step", "label_reward", "label_run")
+print(json.dumps([str(type(frame)), chosen.to_dicts(), [str(kind) for kind in chosen.dtypes]]))
+"""
+
+
+def test_polars_has_a_column_for_each_label() -> None:
+    """In a process of its own, with Polars beside this environment. A label that begins late has its type too."""
+    path = f"{Path(__file__).parents[2]}:{packages('polars==2.1.0', python=sys.executable)}"
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", POLARS], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kind, rows, types = json.loads(done.stdout)
+    assert "polars" in kind
+    assert rows == [
+        {"label_step": 3, "label_reward": 0.5, "label_run": None},
+        {"label_step": 4, "label_reward": None, "label_run": "r1"},
+    ]
+    assert types == ["Int64", "Float64", "String"]

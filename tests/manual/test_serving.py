@@ -42,6 +42,11 @@ def test_files_have_their_type_and_the_policy(proxy: Running, path: str, kind: s
     assert again.status_code == 304
 
 
+def test_manual_leads_to_the_page(proxy: Running) -> None:
+    assert 'href="/ui/"' in proxy.client.get("/manual/").text
+    assert proxy.client.get("/ui/").status_code == 200
+
+
 def test_address_without_slash_leads_to_the_manual(proxy: Running) -> None:
     answer = proxy.client.get("/manual", follow_redirects=False)
     assert (answer.status_code, answer.headers["location"]) == (307, "/manual/")

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from proxy.control.paging import ListQuery
-from proxy.control.reports import ReportRequest, read_report
+from proxy.control.reports import ReportRequest, read_part, report_of
 from proxy.engine import Engine
 from proxy.execution.errors import StateLostError
 from proxy.refusals import RefusalError
@@ -180,7 +180,7 @@ def test_a_damaged_row_is_in_no_sum(tmp_path: Path, damages: Callable[[Path], No
         damages(tmp_path)
         async with engine(tmp_path) as again:
             for by in ("run", "task", "endpoint"):
-                view = again.store.database.read_apart(partial(read_report, request=ReportRequest(by)))
+                view = report_of([again.store.database.read_apart(partial(read_part, request=ReportRequest(by)))])
                 assert (view.total.rollouts, view.total.calls) == (rollouts, calls), by
                 assert view.damaged == (5 - calls if rollouts == 2 else 1), by
                 assert view.total.executed_s + view.total.saved_s + (view.total.waited_s or 0.0) < 1000

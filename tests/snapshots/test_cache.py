@@ -1,7 +1,8 @@
 """The snapshot cache: a snapshot belongs to one node, is lent for restores, and is evicted by value within budgets."""
 
 import asyncio
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from sandboxes.driver import FrozenState
 from sandboxes.errors import SandboxError, StateGoneError
 from snapshots import cache as module
-from snapshots.cache import SnapshotCache
+from snapshots.cache import DiskQuota, SnapshotCache
 from snapshots.policy import Prospect
 from snapshots.snapshot import Snapshot
 from snapshots.store import SnapshotStore
@@ -23,12 +24,19 @@ from tests.snapshots.nodes import FakeNode, Tally
 class Rig:
     """A cache over a store on disk and the memory driver, and the nodes that it serves."""
 
-    def __init__(self, directory: Path, *, budget_bytes: int = 1 << 30, checkpoint_bytes: int = 1 << 30) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        budget_bytes: int = 1 << 30,
+        checkpoint_bytes: int = 1 << 30,
+        quota_of: Callable[[int], DiskQuota | None] = lambda _: None,
+    ) -> None:
         self.store, self.tally = SnapshotStore(directory), Tally()
         self.store.open()
         self.cache = SnapshotCache(
             self.store, {"memory": MemoryDriver()}, self.tally,
-            budget_bytes=budget_bytes, checkpoint_bytes=checkpoint_bytes,
+            budget_bytes=budget_bytes, checkpoint_bytes=checkpoint_bytes, quota_of=quota_of,
         )  # fmt: skip
         self.nodes: dict[int, FakeNode] = {}
         self.held: dict[int, str] = {}
@@ -38,11 +46,11 @@ class Rig:
         self.needed: set[int] = set()
         self.given_up: list[int] = []
 
-    def add(self, number: int, size_bytes: int, *, kind: str = "files") -> FakeNode:
+    def add(self, number: int, size_bytes: int, *, kind: str = "files", tree: int = 1) -> FakeNode:
         """Attach a snapshot of this size to a new node."""
         node = self.nodes[number] = FakeNode(number)
         frozen = FrozenState("memory", kind, {}, size_bytes, None, (f"part{number}-{size_bytes}",))
-        self.cache.attach(self.cache.save(frozen, tree=1, node=number, cost_s=0.01), node)
+        self.cache.attach(self.cache.save(frozen, tree=tree, node=number, cost_s=0.01), node)
         return node
 
     def fit(self) -> int:
@@ -286,3 +294,23 @@ def test_the_hard_bound_is_never_reached_by_what_no_rollout_needs(
         if not needed:
             assert 10_000 - 500 < rig.cache.used_bytes <= 11_250
         assert not set(rig.given_up) & needed
+
+
+def test_owner_keeps_no_more_than_its_quota(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its least valuable states go, and no other owner's. Beyond a quarter more, none is taken of its trees."""
+    monkeypatch.setattr(module, "HARD_BYTES", 0)
+    alice, bob = DiskQuota("@alice", 1000), DiskQuota("@bob", math.inf)
+    rig = Rig(tmp_path, quota_of={1: alice, 2: bob}.get)
+    for number in range(1, 4):
+        rig.add(number, 400, tree=1)
+        rig.add(10 + number, 400, tree=2)
+    assert rig.cache.owned == {alice: 1200, bob: 1200}
+    assert rig.cache.accepts("files", 1)
+    rig.add(4, 400, tree=1)
+    assert [rig.cache.accepts("files", tree) for tree in (1, 2, 3, None)] == [False, True, True, True]
+    assert (rig.cache.over_budget, rig.fit(), rig.cache.over_budget) == (True, 2, False)
+    assert {number for number, node in rig.nodes.items() if node.snapshot is None} == {1, 2}
+    assert rig.cache.owned == {alice: 800, bob: 1200}
+    rig.add(5, 400, tree=1)
+    rig.held = dict.fromkeys(range(1, 6), "pinned")
+    assert (rig.fit(), rig.cache.full) == (0, {"@alice"})

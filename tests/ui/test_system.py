@@ -12,6 +12,7 @@ from proxy import logs
 from proxy.control.activity import Second
 from proxy.control.history import DAY, History
 from proxy.storage.store import Store
+from proxy.telemetry.alerts import RULES, Alert, Alerts
 from tests.proxy.serving import Running, serving
 
 
@@ -129,3 +130,21 @@ def test_keys_go_to_views_and_rows(ui: Page) -> None:
     ui.keyboard.press("g")
     ui.keyboard.press("y")
     expect(ui.get_by_role("heading", name="System")).to_be_visible()
+
+
+def test_overview_shows_alerts_and_since_when_it_counts(ui: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An alert of Prometheus' rules is a notice, with what to do, and no other one is there."""
+    alert = Alert(next(rule for rule in RULES if rule.name == "ForkpointStoreFails"), "", 1.0)
+    monkeypatch.setattr(Alerts, "raised", lambda _: iter([alert]))
+    ui.reload()
+    expect(ui.locator(".alerts .notice")).to_have_count(1)
+    expect(ui.locator(".alerts .notice")).to_contain_text("Free disk space on the file system of `data`.")
+    expect(ui.locator("main")).to_contain_text("count since this proxy started")
+
+
+def test_runs_are_grouped_by_any_label(proxy: Running, ui: Page) -> None:
+    """The choice has each label that a rollout has, besides run, task and endpoint."""
+    proxy.client.patch("/api/v1/tasks/fix-2/rollouts/a/labels", json={"teacher": "ada"})
+    ui.goto(ui.url + "#/runs")
+    ui.locator("main select").select_option("teacher")
+    expect(ui.locator("main table").first).to_contain_text("ada")

@@ -84,7 +84,7 @@ def render_rollouts(rows: Sequence[Json]) -> RenderableType:
     """Render the rollouts of a task."""
     cells = [
         (
-            printable(row["rollout"]), "lost" if row["lost"] else row["state"], row["node"], f"{row['calls']:,}",
+            printable(row["rollout"]), row["state"], row["node"], f"{row['calls']:,}",
             _time(row["created_at"]), printable(", ".join(f"{key}={value}" for key, value in row["labels"].items())),
         )
         for row in rows

@@ -16,10 +16,10 @@ def render_reasons(items: Sequence[Mapping[str, Any]], *, task: str, every: bool
     """Render why calls were no hits, one below the other, then what the reasons mean; `every` shows hits as well."""
     shown = [item for item in items if every or item["reason"] not in _HITS]
     hits = sum(item["reason"] in _HITS for item in items)
-    table = Table.grid(padding=(0, 1), expand=True)
-    for _ in range(3):
-        table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
+    table = Table(box=None, padding=(0, 1, 0, 0), expand=True, header_style="dim")
+    for title in ("call", "reason", "node"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("text", no_wrap=True, overflow="ellipsis", ratio=1)
     for item in shown:
         table.add_row(
             Text(str(item["turn"] + 1), style="dim"),

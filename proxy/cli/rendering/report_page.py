@@ -39,6 +39,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("p50 s", lambda row: f"{row['p50_s']:.3f} → {row['paid_p50_s']:.3f}"),
     ("p95 s", lambda row: f"{row['p95_s']:.3f} → {row['paid_p95_s']:.3f}"),
     ("reward", lambda row: "" if row["reward"] is None else f"{row['reward']:.3f}"),
+    ("spent $", lambda row: f"{row['executed_cost']:,.2f}"),
     ("saved $", lambda row: f"{row['saved_cost']:,.2f}"),
 )
 """The columns of a report's table, after the group. The arrow leads from all to what was paid."""
@@ -53,6 +54,11 @@ _RESOURCE_COLUMNS: tuple[Column, ...] = (
     ("peak MB", lambda row: _megabytes(row["peak_bytes"])),
 )
 """More columns, of reports with calls whose use of the machine is known."""
+_OWNED_COLUMNS: tuple[Column, ...] = (
+    ("kept MB", lambda row: _megabytes(row["kept_bytes"])),
+    ("of MB", lambda row: _megabytes(row["disk_bytes"])),
+)
+"""More columns, of reports by owner: the disk that kept states take, and its limit."""
 _CALL_COLUMNS: tuple[Column, ...] = (
     ("slowest calls", lambda call: str(call["title"])),
     ("executed s", lambda call: f"{call['executed_s']:,.1f}"),
@@ -77,7 +83,8 @@ def columns_of(report: Json) -> tuple[Column, ...]:
     """Return the columns of a report's table, after the group."""
     total = report["total"]
     tokens = _TOKEN_COLUMNS if total["executed_tokens"] or total["saved_tokens"] else ()
-    return (*_COLUMNS, *tokens, *_resource_columns(report))
+    owned = _OWNED_COLUMNS if any(row["kept_bytes"] is not None for row in report["rows"]) else ()
+    return (*_COLUMNS, *tokens, *_resource_columns(report), *owned)
 
 
 def call_columns_of(report: Json) -> tuple[Column, ...]:

@@ -45,9 +45,8 @@ def render_rollout(view: Json) -> RenderableType:
             Text(", ".join(step["marks"]), style="red"),
         )
     saved = sum(float(step["seconds"]) for step in steps if step["outcome"] in ("hit", "wait"))
-    state = "has ended" if view["finished"] else f"is at {view['node']}"
     calls = "1 call" if view["calls"] == 1 else f"{view['calls']:,} calls"
-    head = f"{view['task']} / {view['rollout']}: {calls}, {saved:.2f} s saved, {state}"
+    head = f"{view['task']} / {view['rollout']}: {calls}, {saved:.2f} s saved, {view['state']} at {view['node']}"
     return Group(Text(printable(head), style="bold"), table)
 
 

@@ -32,6 +32,7 @@ from proxy.http.access import Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers, response
 from proxy.http.exchange import raw
+from proxy.http.sent_labels import owned
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from proxy.tree.rollout import Rollout
@@ -313,7 +314,9 @@ class DockerApi:
         grant.require_rollout(name)
         self._reserved_rollouts.add((task, name))
         try:
-            rollout = await self._context.tasks.open_rollout(task, name, environment=environment)
+            rollout = await self._context.tasks.open_rollout(
+                task, name, environment=environment, labels=owned({}, grant)
+            )
         finally:
             self._reserved_rollouts.discard((task, name))
         if rollout.tree.spec.services.keys() != environment.services.keys() and environment.services:

@@ -25,9 +25,11 @@ from proxy.compat.e2b.snapshots import SandboxSnapshots, is_snapshot
 from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local, Request
 from proxy.http.access import Grant
+from proxy.http.sent_labels import owned
 from proxy.names import named
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
+from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
 from sandboxes.errors import SpecError
 
@@ -56,16 +58,18 @@ class SandboxControl:
             grant.require_rollout(control.sandbox)
         match control.verb:
             case "create":
-                return await self._create(task, control.body, request)
+                return await self._create(task, control.body, request, grant)
             case "list":
                 return await self._list(task, control.query, request, grant)
             case "snapshots":
                 return await self._snapshots.list(task, control.query)
             case "forget":
                 return await self._snapshots.delete(task, control.sandbox)
-        return await self._answer_for(await self._registry.require(task, control.sandbox), control, request)
+        return await self._answer_for(await self._registry.require(task, control.sandbox), control, request, grant)
 
-    async def _answer_for(self, sandbox: RunningSandbox, control: ControlRequest, request: Request) -> Local:
+    async def _answer_for(
+        self, sandbox: RunningSandbox, control: ControlRequest, request: Request, grant: Grant
+    ) -> Local:
         match control.verb:
             case "kill":
                 await self._registry.end(sandbox.rollout, "it was killed")
@@ -81,14 +85,14 @@ class SandboxControl:
             case "snapshot":
                 return await self._snapshots.create(sandbox, control)
             case "fork":
-                return await self._fork(sandbox, control.body, request)
+                return await self._fork(sandbox, control.body, request, grant)
             case "metrics":
                 return json_response([])
             case "logs":
                 return json_response({"logs": [], "logEntries": []})
         raise AssertionError(control.verb)
 
-    async def _create(self, task: str, body: dict[str, Any], request: Request) -> Local:
+    async def _create(self, task: str, body: dict[str, Any], request: Request, grant: Grant) -> Local:
         idempotency_key = request.header("idempotency-key")
         if idempotency_key:
             existing = await self._registry.find(task, self._created.get((task, idempotency_key), ""))
@@ -104,24 +108,24 @@ class SandboxControl:
         if body.get("volumeMounts"):
             raise RefusalError(501, "unimplemented", "Volumes are not supported. Upload the files that are needed.")
         name = await self._new_name(task, request)
-        self._registry.write(await self._begin(task, name, template), note)
+        self._registry.write(await self._begin(task, name, template, owned({}, grant)), note)
         if idempotency_key:
             self._created[task, idempotency_key] = name
             if len(self._created) > MAX_IDEMPOTENCY_KEYS:
                 self._created.popitem(last=False)
         return json_response(responses.sandbox(name, note), 201)
 
-    async def _begin(self, task: str, name: str, template: str) -> Rollout:
+    async def _begin(self, task: str, name: str, template: str, labels: Labels) -> Rollout:
         """Begin a rollout at a snapshot's node, or at the root of the environment that a template names."""
         tasks = self._context.tasks
         if is_snapshot(template):
             opened = await tasks.open(task)
-            return tasks.rollouts.begin(opened, name, *self._snapshots.node(opened, template))
+            return tasks.rollouts.begin(opened, name, *self._snapshots.node(opened, template), labels=labels)
         base = self._context.settings.e2b_templates.get(template)
         is_default = template == DEFAULT_TEMPLATE and base is None
         environment = None if is_default else EnvironmentRequest(template, base=base)
         try:
-            return await tasks.open_rollout(task, name, environment=environment)
+            return await tasks.open_rollout(task, name, environment=environment, labels=labels)
         except SpecError as error:
             if is_default:
                 raise
@@ -174,7 +178,7 @@ class SandboxControl:
         self._registry.write(rollout, note)
         return json_response(responses.sandbox(rollout.name, note), status)
 
-    async def _fork(self, sandbox: RunningSandbox, body: dict[str, Any], request: Request) -> Local:
+    async def _fork(self, sandbox: RunningSandbox, body: dict[str, Any], request: Request, grant: Grant) -> Local:
         """Begin rollouts at the sandbox's node. Nothing is copied: the tree shares the state."""
         rollout, count, duration_s = sandbox.rollout, fork_count(body), timeout_s(body)
         async with self._context.step.order.hold(rollout):
@@ -188,7 +192,8 @@ class SandboxControl:
             )
             name = named("rollout", f"{rollout.name}-{request.fresh}{number}")
             task = await self._context.tasks.open(rollout.task)
-            self._registry.write(self._context.tasks.rollouts.begin(task, name, tree, node), note)
+            fork = self._context.tasks.rollouts.begin(task, name, tree, node, labels=owned({}, grant))
+            self._registry.write(fork, note)
             forks.append({"sandbox": responses.sandbox(name, note)})
         return json_response(forks, 201)
 

@@ -1,19 +1,19 @@
 """Routes of reports: what the cache did, by run, step, group, task or endpoint."""
 
 import asyncio
-import sqlite3
-from collections.abc import Callable
-from typing import Annotated, TypeVar
+import math
+from functools import partial
+from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
 
 from proxy.control.parts import ControlPlane
-from proxy.control.reports import ReportRequest, read_part, read_report
+from proxy.control.reports import ReportPart, ReportRequest, read_part, report_of
 from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
 from proxy.control.views.report import ReportView
+from proxy.http.sent_labels import OWNER
 from proxy.tree.labels import NAME_PATTERN
 
-T = TypeVar("T")
 By = Annotated[
     str, Query(pattern=NAME_PATTERN, description="Group by `task`, `endpoint`, or a label such as `run` or `step`.")
 ]
@@ -27,13 +27,13 @@ router = APIRouter()
 @router.get("/report", name="get_report", dependencies=[WHOLE])
 async def report(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> ReportView:
     """Report hit rate, tool time and rewards of all tasks."""
-    return await _read(control, read_report, ReportRequest(by, wanted_labels(label), None, price))
+    return report_of([await _read(control, ReportRequest(by, wanted_labels(label), None, price))])
 
 
 @router.get("/report/part", include_in_schema=False, dependencies=[WHOLE])
 async def report_part(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
     """Return what this process has for the report, for the worker that makes the report of all."""
-    part = await _read(control, read_part, ReportRequest(by, wanted_labels(label), None, price, control.own_tasks()))
+    part = await _read(control, ReportRequest(by, wanted_labels(label), None, price, control.own_tasks()))
     return Response(await asyncio.to_thread(part.packed), media_type="application/json")
 
 
@@ -42,10 +42,12 @@ async def report_task(
     control: ControlDep, task: TaskDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0
 ) -> ReportView:
     """Report hit rate, tool time and rewards of one task."""
-    return await _read(control, read_report, ReportRequest(by, wanted_labels(label), task.name, price))
+    return report_of([await _read(control, ReportRequest(by, wanted_labels(label), task.name, price))])
 
 
-async def _read(
-    control: ControlPlane, read: Callable[[sqlite3.Connection, ReportRequest], T], request: ReportRequest
-) -> T:
-    return await control.read(lambda connection: read(connection, request))
+async def _read(control: ControlPlane, request: ReportRequest) -> ReportPart:
+    part = await control.read(partial(read_part, request=request))
+    if request.by == OWNER and request.task is None:
+        owned = control.cache.owned.items()
+        part.kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
+    return part

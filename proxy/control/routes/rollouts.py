@@ -20,6 +20,7 @@ from proxy.control.routes.params import (
     RolloutName,
     TaskDep,
     TaskName,
+    granted,
     no_rollout,
     position_of,
     running,
@@ -27,7 +28,6 @@ from proxy.control.routes.params import (
 )
 from proxy.control.views.resources import NodeName
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
-from proxy.http.access import ALL, GRANT
 from proxy.http.sent_labels import OWNER, owned
 from proxy.refusals import RefusalError
 from proxy.storage.rollout_lists import RolloutFilters, RolloutIndex
@@ -145,7 +145,7 @@ async def change_labels(
     labels: Annotated[dict[str, Any], Body(examples=[{"reward": 1.0, "note": None}])],
 ) -> RolloutView:
     """Change labels of the newest rollout of this name, which may have ended; null removes a label."""
-    if OWNER in labels and request.scope.get(GRANT, ALL).name:
+    if OWNER in labels and granted(request).name:
         raise RefusalError(403, "hidden", "the label owner is the name of the token that began the rollout.")
     row, live = _newest(control, task.name, rollout), task.rollouts.get(rollout)
     control.tasks.rollouts.put_labels(task.name, row["id"], live, changed(json.loads(row["labels"]), labels))
@@ -169,7 +169,7 @@ def begin(
 ) -> RolloutView:
     """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
     token = _new_token(control)
-    begun = control.tasks.rollouts.begin(task, name, tree, node, token, owned(labels or {}, request.scope))
+    begun = control.tasks.rollouts.begin(task, name, tree, node, token, owned(labels or {}, granted(request)))
     control.warm.note_step(begun)
     return RolloutView(**_view(control, _newest(control, task.name, name), begun, request), token=token)
 

@@ -27,6 +27,8 @@ class ReportRow(CallTotalsView):
         executed_cpu_s: CPU seconds of executed calls, as far as they are known; null if none is.
         saved_cpu_s: CPU seconds that hits and waits saved, as far as they are known; null if none is.
         peak_bytes: The most memory that one call used at one time; null if it is not known of any.
+        kept_bytes: By owner, the bytes that kept states of the owner's tasks have added to the disk; null for others.
+        disk_bytes: The most of these; null for no limit.
     """
 
     group: str | None
@@ -47,6 +49,8 @@ class ReportRow(CallTotalsView):
     executed_cpu_s: float | None = None
     saved_cpu_s: float | None = None
     peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    disk_bytes: int | None = None
 
 
 class SlowCall(BaseModel):

@@ -54,7 +54,7 @@ class TaskSummary(CallTotalsView):
     used_at: UtcTime | None = None
 
 
-RolloutState = Literal["running", "idle", "finished"]
+RolloutState = Literal["running", "idle", "lost", "finished"]
 
 
 class RolloutView(BaseModel):
@@ -65,8 +65,8 @@ class RolloutView(BaseModel):
         start: The node that it began at.
         calls: Number of its answered calls.
         labels: Its labels: `step` and `epoch` as whole numbers, `reward` as a number, all others as texts.
-        state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `finished`
-            after its end.
+        state: `running` if a call is in flight or was made within `sandbox_idle_s`, `idle` without one, `lost` if its
+            calls are refused (`lost` says why), `finished` after its end.
         used_at: When it made its last call, or began; up to two seconds old.
         lost: Why its position is not known any more, so that its calls are refused; empty for nearly all.
         base_url: Base URL of its agent's tools.
@@ -168,6 +168,8 @@ def rollout_view(row: dict[str, Any], base_url: str, live: Rollout | None, *, us
 def _state(row: dict[str, Any], live: Rollout | None, used_since: float) -> RolloutState:
     if row["finished"]:
         return "finished"
+    if row["lost"]:
+        return "lost"
     # A call that is newer than the store's row waits in the journal.
     in_use = live is not None and (live.waiting > 0 or live.calls != row["calls"])
     return "running" if in_use or row["used_at"] >= used_since else "idle"

@@ -24,6 +24,7 @@ def nodes(proxy: Running) -> list[str]:
 
 def test_rollout_lists_its_calls_with_bars(proxy: Running) -> None:
     text = typed(proxy, "rollout", "demo", "second")
+    assert " s saved, running at n" in text
     assert "demo / second: 3 calls, 0.03 s saved" in text
     assert text.count("hit") == 3
     assert "echo one > f" in text
@@ -42,6 +43,7 @@ def test_why_names_reasons_and_other_states(proxy: Running) -> None:
             proxy.exec(rollout, command, task="why-demo")
     text = typed(proxy, "why", "why-demo", "first")
     assert "0 of 3 calls were hits" in text
+    assert text.splitlines()[1].split() == ["call", "reason", "node", "text"]
     assert "new-call: No rollout of this task had made this call before." in text
     assert "3 of 3 calls were hits" in typed(proxy, "why", "why-demo", "second")
     assert "hit: The tree knew the answer." in typed(proxy, "why", "why-demo", "second", "1")
@@ -53,6 +55,8 @@ def test_why_names_reasons_and_other_states(proxy: Running) -> None:
         proxy, "why", "why-demo", "lost", "2"
     ).replace("\n", "")
     typed(proxy, "why", "why-demo", "second", "9", code=2)
+    assert [each["turn"] for each in as_json(proxy, "why", "why-demo", "second", "cat f")] == [1]
+    typed(proxy, "why", "why-demo", "second", "cat g", code=2)
 
 
 def test_node_shows_call_and_snapshot_reason(proxy: Running) -> None:

@@ -45,6 +45,9 @@ def test_backup_is_served_from_another_directory(proxy: Running, backup: Path, t
         assert [node["id"] for node in as_json(again, "tree", "demo")["nodes"]] == [node["id"] for node in before]
         refused = again.exec("first", "cat f", task="demo")
         assert (refused.status_code, refused.json()["type"]) == (409, "urn:forkpoint:rollout-lost")
+        lost = as_json(again, "rollouts", "demo")
+        assert {row["state"] for row in lost} == {"lost"}
+        assert (as_json(again, "rollouts", "demo", "--running"), as_json(again, "tasks")[0]["running"]) == ([], 0)
         statuses = [again.exec("new", call, task="demo").headers["cache-status"] for call in ("echo one > f", "cat f")]
         assert statuses == ["forkpoint; fwd=miss; stored; detail=not-kept", "forkpoint; hit"], (
             "the backup has no states"

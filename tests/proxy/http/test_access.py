@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from structlog.testing import LogCapture
 from typer.testing import CliRunner
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
@@ -244,7 +246,7 @@ def test_changed_token_file_needs_no_restart(tmp_path: Path) -> None:
     bob = json.loads(run(["token", "create", "bob", "--json"]).stdout)["token"]
     assert (admitted(bob), admitted(alice)) == (Grant(name="bob"), Grant(("alice-*",), name="alice"))
     assert json.loads(run(["token", "list", "--json"]).stdout) == [
-        {"name": "alice", "tasks": ["alice-*"]}, {"name": "bob", "tasks": []},
+        {"name": "alice", "tasks": ["alice-*"], "disk": None}, {"name": "bob", "tasks": [], "disk": None},
     ]  # fmt: skip
     assert run(["token", "create", "bob"]).exit_code == 1
     assert (alice in file.read_text(), file.stat().st_mode & 0o777) == (False, 0o600)
@@ -274,6 +276,46 @@ def test_rollouts_have_the_name_of_their_token(tmp_path: Path) -> None:
         assert changed.status_code == 403
         listed = respond(running, "GET", rollouts, ALICE).json()["items"]
         assert {each["rollout"]: each["labels"]["owner"] for each in listed} == {"1": "alice", "2": "bob"}
+
+
+def test_log_lines_name_the_token(tmp_path: Path) -> None:
+    """A call's lines have the name of its token, and never the token."""
+    file, lines = tmp_path / "tokens", LogCapture()
+    file.write_text(f"{ALICE} @alice alice-*\n{BOB}\n")
+    structlog.configure([structlog.contextvars.merge_contextvars, lines], structlog.make_filtering_bound_logger(0))
+    try:
+        with serving(tmp_path / "data", token_file=file) as running:
+            for token, task in ((ALICE, "alice-1"), (BOB, "bob-1")):
+                assert respond(running, "POST", f"/t/{task}/r/r/shell/exec", token, content=BODY).is_success
+    finally:
+        structlog.reset_defaults()
+    answered = {line["task"]: line.get("token") for line in lines.entries if line["event"] == "answered"}
+    assert answered == {"alice-1": "alice", "bob-1": None}
+    assert ALICE not in repr(lines.entries)
+
+
+def test_owner_has_a_limit_of_kept_states(tmp_path: Path) -> None:
+    """`token create --disk` bounds what the states of its tasks take; the report by owner shows both."""
+    file = tmp_path / "tokens"
+    run = partial(CliRunner().invoke, app, env={"FORKPOINT_TOKEN_FILE": str(file)})
+    refused = [["--disk", "10G"], ["--disk", "much", "--tasks", "a-*"], ["--disk", "1 G", "--tasks", "a-*"]]
+    refused += [["--tasks", "disk=1G"]]
+    assert [run(["token", "create", "alice", *options]).exit_code for options in refused] == [1, 1, 1, 1]
+    created = run(["token", "create", "alice", "--disk", "10B", "--tasks", "alice-*"])
+    carol = run(["token", "create", "carol", "--tasks", "c-*"]).stdout.strip()
+    assert "at most 10B of kept states" in run(["token", "list"]).stdout
+    boss = run(["token", "create", "boss"]).stdout.strip()
+    with serving(tmp_path / "data", token_file=file) as running:
+        for token, task in ((created.stdout.strip(), "alice-1"), (carol, "c-1")):
+            command = {"command": "echo 1 > f"}
+            assert respond(running, "POST", f"/t/{task}/r/1/shell/exec", token, json=command).is_success
+            node = respond(running, "GET", f"/api/v1/tasks/{task}/rollouts/1", token).json()["node"]
+            pinned = respond(running, "POST", f"/api/v1/tasks/{task}/nodes/{node}/pin", token)
+            assert pinned.is_success, pinned.text
+        rows = respond(running, "GET", "/api/v1/report?by=owner", boss).json()["rows"]
+        owned = {row["group"]: (row["kept_bytes"] or 0, row["disk_bytes"]) for row in rows}
+        assert (owned["alice"][1], owned["carol"][1]) == (10, None)
+        assert min(owned["alice"][0], owned["carol"][0]) > 10
 
 
 def test_rollout_token_is_shown_once(closed_proxy: Running) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from proxy.workers.merging import added, merged_metrics, merged_page, merged_stats, merged_steps, merged_wrong_answers
+from proxy.workers.views import _once_each
 
 Lists = st.lists(st.lists(st.one_of(st.none(), st.integers(-9, 9)), max_size=6), min_size=1, max_size=4)
 
@@ -67,4 +68,15 @@ def test_metrics_name_their_worker() -> None:
     assert merged_metrics({0: text, 3: text}).decode().splitlines() == [
         "# HELP a About a.", "# TYPE a counter", 'a{worker="0",x="1"} 1.0', 'a{worker="3",x="1"} 1.0',
         "# HELP b About b.", "# TYPE b gauge", 'b{worker="0"} 2.0', 'b{worker="3"} 2.0',
+    ]  # fmt: skip
+
+
+def test_alert_of_several_workers_is_shown_once() -> None:
+    """Since it was first raised, whichever worker that was."""
+    views = [
+        {"items": [{"summary": text, "timestamp": at} for text, at in alerts]}
+        for alerts in ([("full", "11:02"), ("slow", "11:00")], [("full", "11:01")])
+    ]
+    assert [(each["summary"], each["timestamp"]) for each in _once_each(views)["items"]] == [
+        ("full", "11:01"), ("slow", "11:00"),
     ]  # fmt: skip

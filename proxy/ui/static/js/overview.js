@@ -30,6 +30,7 @@ const tasksOf = (signal) => items("tasks", { signal });
 
 export async function overview({ main, params, signal, setParams }) {
   const figures = new Map(FIGURES.map(([name, title]) => [name, figure(title)]));
+  const alerts = h("div", { class: "alerts", role: "status", hidden: true });
   const line = timeline(signal, params, setParams);
   const table = taskTable(params, setParams);
   // A token for some tasks may not see the totals of all.
@@ -41,6 +42,8 @@ export async function overview({ main, params, signal, setParams }) {
   showPanels(
     main,
     h("h1", { class: "sr" }, "Overview"),
+    alerts,
+    stats && h("p", { class: "dim" }, "Calls, seconds and failures count since this proxy started: ", stats.since.replace("T", " ").slice(0, 16), " UTC."),
     stats && h("dl", { class: "figures totals", "aria-label": "Totals since this proxy started" }, [...figures.values()].map((f) => f.element)),
     stats && line.element,
     stats && videos(signal),
@@ -54,7 +57,12 @@ export async function overview({ main, params, signal, setParams }) {
   };
   show(stats);
   if (stats) {
-    const sums = async () => showSums(figures, ...(await Promise.all([get(`report?by=endpoint&price=${price()}`, { signal }), items("system/wrong-answers", { signal })])));
+    const sums = async () => {
+      const raised = await items("system/alerts", { signal });
+      alerts.hidden = raised.length === 0;
+      put(alerts, raised.map(alertNotice));
+      showSums(figures, ...(await Promise.all([get(`report?by=endpoint&price=${price()}`, { signal }), items("system/wrong-answers", { signal })])));
+    };
     sums().catch(() => {});
     watch(sums, signal, SUMS_MS);
   }
@@ -126,6 +134,8 @@ function showFigures(figures, s, totals) {
   figures.get("diverged").element.classList.toggle("bad", s.divergences + s.root_changes > 0);
   figures.get("failed").element.classList.toggle("bad", failures > s.recovered);
 }
+
+const alertNotice = (alert) => h("div", { class: "notice" }, h("strong", {}, alert.summary), h("p", {}, alert.what_to_do, " ", h("a", { href: "../manual/monitoring.html" }, "Alerts"), ` (${alert.severity}, since ${alert.timestamp.slice(11, 16)} UTC)`));
 
 /** Show what is summed over all that is stored, not since the start. */
 function showSums(figures, report, audits) {

@@ -8,7 +8,7 @@ import { watch } from "./live.js";
 
 const BY = ["run", "task", "endpoint"];
 const PRICE = "forkpoint-price";
-const COLUMNS = ["Rollouts", "Calls", "Hit rate", "Executed", "Saved", "Saved, money", "p95 of tools", "p95 with the cache", "Reward"];
+const COLUMNS = ["Rollouts", "Calls", "Hit rate", "Executed", "Saved", "Spent, money", "Saved, money", "p95 of tools", "p95 with the cache", "Reward"];
 
 export async function runsView({ main, params, signal, setParams }) {
   const body = h("tbody");
@@ -54,7 +54,7 @@ export async function runsView({ main, params, signal, setParams }) {
 function rowOf(row, by, tokens) {
   const name = row.group ?? "without label";
   const cells = [
-    count(row.rollouts), count(row.calls), percent(row.hit_rate), seconds(row.executed_s), seconds(row.saved_s), row.saved_cost.toFixed(2),
+    count(row.rollouts), count(row.calls), percent(row.hit_rate), seconds(row.executed_s), seconds(row.saved_s), row.executed_cost.toFixed(2), row.saved_cost.toFixed(2),
     seconds(row.p95_s), seconds(row.paid_p95_s), row.reward === null ? "–" : row.reward.toPrecision(3),
     ...(tokens ? [count(row.executed_tokens), count(row.saved_tokens)] : []),
   ];
