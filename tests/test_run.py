@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,8 @@ def test_locks_name_every_dependency_with_a_digest(lock: str) -> None:
 def _answers(port: int, server: "subprocess.Popen[bytes]") -> bool:
     assert server.poll() is None, "the proxy ended"
     try:
+        # Cheap, so that what is waited for has the CPU.
+        socket.create_connection(("127.0.0.1", port)).close()
         return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).is_success
-    except httpx.TransportError:
+    except (ConnectionError, httpx.TransportError):
         return False

@@ -18,7 +18,7 @@ import pytest
 from forkpoint.ephemeral_proxy import free_port
 from tests.agents.clients import PYTHON, packages, run
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_criu, require_sandboxes, wait_until
+from tests.machine import PLAIN, require_criu, require_sandboxes, wait_until
 
 REQUIREMENTS = ("swe-rex==1.4.0", "aiohttp")
 SERVER = "exec python3 -m swerex.server --host 127.0.0.1 --port 9000 --auth-token token"
@@ -71,7 +71,7 @@ def directly(place: Path, work: str) -> Iterator[str]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, headers={"X-API-Key": "token"}, trust_env=False).is_success
+        return httpx.get(url, headers={"X-API-Key": "token"}, trust_env=False, verify=PLAIN).is_success
     except httpx.TransportError:
         return False
 
