@@ -139,15 +139,18 @@ def platform_of(libraries: Iterable[Path]) -> str:
 def add_site(root: Path, target: Path) -> bool:
     """Build the documentation site into a folder.
 
-    Where MkDocs or its sources are missing, a site that `./run docs` has built is copied. Return whether there is one.
+    The site that FORKPOINT_SITE names is copied instead. Where MkDocs or its sources are missing, it is the one that
+    `./run docs` has built. Return whether there is one.
 
     Raises:
         subprocess.CalledProcessError: The pages have an error, such as a dead link.
     """
     needed = ("material", "fastapi")
-    if not (root / "docs" / "site").is_dir() or any(importlib.util.find_spec(name) is None for name in needed):
-        if (root / SITE).is_dir():
-            shutil.copytree(root / SITE, target)
+    built = Path(os.environ.get("FORKPOINT_SITE", root / SITE))
+    buildable = (root / "docs" / "site").is_dir() and all(importlib.util.find_spec(name) for name in needed)
+    if "FORKPOINT_SITE" in os.environ or not buildable:
+        if built.is_dir():
+            shutil.copytree(built, target)
         return target.is_dir()
     subprocess.run([sys.executable, "-m", "docs.site.build", str(target)], cwd=root, check=True)  # noqa: S603
     return True

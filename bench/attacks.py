@@ -50,8 +50,8 @@ class Ground(NamedTuple):
 # -- machine sandboxes -----------------------------------------------------------------------------------------------
 
 
-async def attack_machine(ground: Ground, folder: Path) -> list[Outcome]:
-    """Run all lists in one kind of sandbox."""
+async def attack_machine(ground: Ground, folder: Path, *, holders: bool = True) -> list[Outcome]:
+    """Run all lists in one kind of sandbox; without `holders`, nothing that the whole machine notices."""
     canary = folder / "canary"
     canary.write_text(CANARY)
     found: list[Outcome] = []
@@ -62,8 +62,7 @@ async def attack_machine(ground: Ground, folder: Path) -> list[Outcome]:
         found += await _checkpoints(driver, canary)
         for name, command in attack_list.SHAPES.items():
             found.append(Outcome("trees of files", name, await _survives(driver, command)))
-        for name, command in attack_list.HOLDERS.items():
-            found.append(Outcome("what is shared", name, await _leaves_neighbours(driver, command)))
+        found += await hold_shared(driver) if holders else []
         for name, command in attack_list.FILLERS.items():
             stopped = await is_stopped(await driver.start(SPEC), command)
             found.append(Outcome("what is shared", f"the disk, by {name}", stopped))
@@ -169,6 +168,14 @@ async def _survives(driver: Driver, command: str) -> bool:
         await restored.close()
     await sandbox.close()
     return sound and (await run(await driver.start(SPEC), "echo on")).out == "on\n"
+
+
+async def hold_shared(driver: Driver) -> list[Outcome]:
+    """Let sandboxes hold all that they can get of what each of the machine's programs needs."""
+    return [
+        Outcome("what is shared", name, await _leaves_neighbours(driver, command))
+        for name, command in attack_list.HOLDERS.items()
+    ]
 
 
 async def _leaves_neighbours(driver: Driver, command: str) -> bool:

@@ -1,20 +1,16 @@
 """The cost of SQLite rollouts: `python -m bench.sql_forks [--gb 1] [--dir DIR]`.
 
 Measures 64 rollouts that read a large database, compared with one: disk and memory of the whole proxy. Then the first
-write of a rollout on 100 MB with each way of forking (reflink on an XFS image, if root and mkfs.xfs are available), and
-a hit compared with a hit of a shell call.
+write of a rollout on 100 MB, and a hit compared with a hit of a shell call.
 """
 
 import asyncio
 import os
 import shutil
 import sqlite3
-import subprocess
 import tempfile
 import time
 from argparse import ArgumentParser
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +22,7 @@ from forkpoint.ephemeral_proxy import EphemeralProxy, ephemeral_proxy
 from sandboxes.calls import ToolCall
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
-from sandboxes.sqlite.file_clone import Method, choose, clone, hold
+from sandboxes.sqlite.file_clone import clone, hold
 
 ROLLOUTS = 64
 ROW_BYTES = 1000
@@ -119,28 +115,11 @@ def show_readers(folder: Path, gigabytes: float) -> None:
 # -- the first write --------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def xfs(folder: Path, size_mb: int) -> Iterator[Path]:
-    """Mount a fresh XFS image below folder."""
-    image, mount = folder / "xfs.image", folder / "xfs"
-    mount.mkdir()
-    with image.open("wb") as file:
-        file.truncate(size_mb << 20)
-    subprocess.run(["mkfs.xfs", "-q", str(image)], check=True)
-    subprocess.run(["mount", "-o", "loop", str(image), str(mount)], check=True)
-    try:
-        yield mount
-    finally:
-        subprocess.run(["umount", str(mount)], check=True)
-        image.unlink()
-
-
-async def first_writes(folder: Path, database: Path, method: Method) -> list[float]:
+async def first_writes(folder: Path, database: Path) -> list[float]:
     """Return the seconds of the first write of many rollouts, including fork and worker."""
     driver = SqliteDriver(folder / "data")
     await driver.open()
     try:
-        driver.store.method = method
         spec = EnvironmentSpec(driver="sqlite", databases={"main": Database(source=str(database))})
         await driver.identity(spec)
         took = []
@@ -171,7 +150,7 @@ def bare_writes(folder: Path, database: Path) -> list[float]:
         time.sleep(0.1)
         began = time.perf_counter()
         fork = folder / f"fork-{number}.db"
-        clone(Method.LINK, base, fork)
+        clone(base, fork)
         lock = hold(fork)
         connection = sqlite3.connect(fork, isolation_level=None)
         connection.execute("PRAGMA synchronous = OFF")
@@ -184,21 +163,14 @@ def bare_writes(folder: Path, database: Path) -> list[float]:
 
 def show_writes(folder: Path, size_mb: int) -> None:
     database = make_database(folder / "small.db", size_mb << 20)
-    rows = table(
-        f"First write of a rollout on {size_mb} MB", "way", "median", "slowest of 28", "this directory's choice"
-    )
-    bare = bare_writes(folder, database)
-    rows.add_row("SQLite alone: link, open, write", f"{median(bare) * 1e3:.1f} ms", f"{max(bare) * 1e3:.1f} ms", "")
-    with ExitStack() as stack:
-        places = {Method.LINK: folder, Method.COPY: folder}
-        if os.geteuid() == 0 and shutil.which("mkfs.xfs"):
-            places = {Method.REFLINK: stack.enter_context(xfs(folder, 4 * size_mb + 320))} | places
-        for method, where in places.items():
-            took = asyncio.run(first_writes(where, database, method))
-            chosen = "x" if method is choose(folder) else ""
-            on = " (XFS image)" if where != folder else ""
-            rows.add_row(f"{method.value}{on}", f"{median(took) * 1e3:.1f} ms", f"{max(took) * 1e3:.1f} ms", chosen)
-            shutil.rmtree(where / "data")
+    rows = table(f"First write of a rollout on {size_mb} MB", "way", "median", "slowest of 28")
+    ways = {
+        "SQLite alone: link, open, write": bare_writes(folder, database),
+        "a rollout": asyncio.run(first_writes(folder, database)),
+    }
+    for way, took in ways.items():
+        rows.add_row(way, f"{median(took) * 1e3:.1f} ms", f"{max(took) * 1e3:.1f} ms")
+    shutil.rmtree(folder / "data")
     console.print(rows)
 
 

@@ -30,10 +30,11 @@ from proxy.storage.errors import StoreError
 from proxy.workers.division import claim, settings_of
 from proxy.workers.supervisor import WorkerFailedError, supervise
 from proxy.workers.worker import Worker
+from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import Driver
 from sandboxes.linux import oom_score
 from sandboxes.linux.dir_lock import DirLock
-from sandboxes.plugins import CheckpointerFactory, DriverContext, PluginError, make_driver, no_checkpointer
+from sandboxes.plugins import DriverContext, PluginError, make_driver
 from snapshots.criu.checkpoints import CriuCheckpointer
 
 if TYPE_CHECKING:
@@ -217,7 +218,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
     created: dict[str, Driver] = {}
     for name in settings.driver_names:
         directory = settings.data / name
-        checkpointer: CheckpointerFactory = no_checkpointer
+        checkpointer: Callable[[], Checkpointer] = NoCheckpointer
         if settings.checkpoints:
             checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
         try:

@@ -76,29 +76,20 @@ def content_type(headers: Iterable[tuple[str, str]]) -> str:
 
 
 EgressOutcome = Literal["recorded", "repeated", "live", "refused", "failed"]
-"""What became of a request to a host outside; see `EgressExchange.outcome`."""
+"""What became of a request to a host outside: its response was received and recorded, or came from the recording; bytes
+passed that are not recorded; the rules refused it; there was no response."""
 
 
 @dataclass(slots=True)
 class EgressExchange:
-    """One request of a program in a sandbox to a host outside.
+    """One request of a program in a sandbox to a host outside."""
 
-    Attributes:
-        method: Its method; `CONNECT` for a tunnel.
-        url: Its URL, or host and port of a tunnel. It may be any text that a program has sent.
-        outcome: `recorded`, the response was received and recorded; `repeated`, it came from the recording; `live`,
-            bytes passed that are not recorded; `refused`, by the rules; `failed`, there was no response.
-        status: The HTTP status that the program received.
-        size_bytes: Size of the response's body, or what came through a tunnel; it grows while that is open.
-        detail: Why it was refused or failed; empty otherwise.
-    """
-
-    method: str
-    url: str
+    method: str  # `CONNECT` for a tunnel.
+    url: str  # Its URL, or host and port of a tunnel. It may be any text that a program has sent.
     outcome: EgressOutcome
-    status: int
-    size_bytes: int
-    detail: str = ""
+    status: int  # The HTTP status that the program received.
+    size_bytes: int  # Size of the response's body, or what came through a tunnel; it grows while that is open.
+    detail: str = ""  # Why it was refused or failed; empty otherwise.
 
 
 def names_any(call: ToolCall, texts: Iterable[str]) -> bool:
@@ -139,43 +130,28 @@ class ResourceUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """The outcome of a call that really ran.
-
-    Attributes:
-        result: What the tool answered.
-        effect: What the call changed.
-        seconds: How long the tool took, without restoring the state before or detecting the effects after.
-        state: The state after the call. None if it has no digest: processes are running, or directories are
-            nested too deeply.
-        witness: While processes are running: a digest of the files that none of them writes, and of the sessions.
-            A replay must reach it, but it does not name a state.
-        shareable: False if the result holds for this rollout and moment only, such as a timeout or the time of day.
-            It stays in the rollout's own history, and a state that the call made is private.
-        restless: While processes are running: files or processes changed lately without a call, so the state may
-            differ a moment later.
-        replay: The call that a replay must run to reach the state, if that is not the call itself.
-        course: What `driver.expect` needs before a replay.
-        is_empty: Nothing happened since the last call, as for a poll without new output. It is not recorded.
-        live: Since the last call something came from outside the sandbox that was not recorded before. A replay that
-            has it may have put other bytes into a process.
-        exchanges: The requests to hosts outside since the last call.
-        volatile: The call used the clock or random numbers, so a replay may well reach another state.
-        resources: What the call used of the machine; None if the driver does not know.
-        repeatable: False if no replay is to be tried, because none would reach the state.
-    """
+    """The outcome of a call that really ran."""
 
     result: ToolResult
     effect: Effect
-    seconds: float
+    seconds: float  # How long the tool took, without restoring the state before or detecting the effects after.
+    # The state after the call. None if it has no digest: processes are running, or directories are nested too deeply.
     state: StateDigest | None = None
+    # While processes are running: a digest of the files that none of them writes, and of the sessions. A replay must
+    # reach it, but it does not name a state.
     witness: bytes | None = None
+    # False if the result holds for this rollout and moment only, such as a timeout or the time of day. It stays in the
+    # rollout's own history, and a state that the call made is private.
     shareable: bool = True
+    # While processes are running: files or processes changed lately without a call, so the state may differ soon.
     restless: bool = False
-    replay: ToolCall | None = None
-    course: Course = UNKNOWN_COURSE
-    is_empty: bool = False
+    replay: ToolCall | None = None  # The call that a replay must run to reach the state, if it is not this call.
+    course: Course = UNKNOWN_COURSE  # What `driver.expect` needs before a replay.
+    is_empty: bool = False  # Nothing happened since the last call: a poll without new output. It is not recorded.
+    # Since the last call something came from outside the sandbox that was not recorded before. A replay that has it may
+    # have put other bytes into a process.
     live: bool = False
-    exchanges: tuple[EgressExchange, ...] = ()
-    volatile: bool = False
-    resources: ResourceUse | None = None
-    repeatable: bool = True
+    exchanges: tuple[EgressExchange, ...] = ()  # The requests to hosts outside since the last call.
+    volatile: bool = False  # The call used the clock or random numbers, so a replay may well reach another state.
+    resources: ResourceUse | None = None  # What the call used of the machine; None if the driver does not know.
+    repeatable: bool = True  # False if no replay is to be tried, because none would reach the state.

@@ -21,22 +21,14 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class FrozenState:
-    """A sandbox state that its driver can restore any number of times. Only metadata: the data stays with the driver.
+    """A state that its driver can restore any number of times. Only metadata: the data stays with the driver."""
 
-    Attributes:
-        driver: The name of the driver that froze it.
-        kind: What the state consists of: `files` for plain data, `processes` for images of live processes.
-        payload: What the driver needs to restore it, as JSON members: layers, sessions.
-        size_bytes: The bytes on disk that this state added to the states it was built on.
-        state: The digest that the sandbox had; None if it had none.
-        parts: The names of the driver's storage units that hold the data. States share most of their parts.
-    """
-
-    driver: str
-    kind: str
-    payload: dict[str, Any]
-    size_bytes: int
-    state: StateDigest | None
+    driver: str  # The name of the driver that froze it.
+    kind: str  # What the state consists of: `files` for plain data, `processes` for images of live processes.
+    payload: dict[str, Any]  # What the driver needs to restore it, as JSON members: layers, sessions.
+    size_bytes: int  # The bytes on disk that this state added to the states it was built on.
+    state: StateDigest | None  # The digest that the sandbox had; None if it had none.
+    # The names of the driver's storage units that hold the data. States share most of their parts.
     parts: tuple[str, ...] = ()
 
 

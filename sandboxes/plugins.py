@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import Driver
@@ -32,34 +32,16 @@ class PluginError(RuntimeError):
     """A plug-in is missing, ambiguous or broken. The text says which, and what to install."""
 
 
-class CheckpointerFactory(Protocol):
-    """Makes the checkpointer of a driver's data directory."""
-
-    def __call__(self) -> Checkpointer:
-        """Return a checkpointer."""
-        ...
-
-
-def no_checkpointer() -> Checkpointer:
-    """Make a checkpointer that saves nothing."""
-    return NoCheckpointer()
-
-
 @dataclass(frozen=True, slots=True)
 class DriverContext:
-    """What a driver's factory is given.
+    """What a driver's factory is given."""
 
-    Attributes:
-        directory: The driver's own data directory. It may not exist yet, and nothing else writes to it.
-        checkpointer: Makes the checkpointer for drivers that freeze live processes. The proxy gives CRIU's.
-        sources: What specs may name on this machine and elsewhere. A driver that opens a path of a spec checks it
-            again when it does (`SourceRules.real`).
-        spares: How many sandboxes the operator wants prepared ahead of need; 0 for drivers without such a setting.
-    """
-
-    directory: Path
-    checkpointer: CheckpointerFactory = no_checkpointer
-    spares: int = 0
+    directory: Path  # The driver's own data directory. It may not exist yet, and nothing else writes to it.
+    # Makes the checkpointer for drivers that freeze live processes. The proxy gives CRIU's.
+    checkpointer: Callable[[], Checkpointer] = NoCheckpointer
+    spares: int = 0  # How many sandboxes the operator wants prepared ahead; 0 for drivers without such a setting.
+    # What specs may name on this machine and elsewhere. A driver that opens a path of a spec checks it again when it
+    # does (`SourceRules.real`).
     sources: SourceRules = field(default_factory=SourceRules)
 
 

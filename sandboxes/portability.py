@@ -21,16 +21,10 @@ class Unpacking(Protocol):
     """One import: takes parts first, then the states that consist of them."""
 
     def part(self, name: str, data: BinaryIO, sha256: str) -> None:
-        """Store a part under a new name of this driver. Blocking.
+        """Store a part, by its name on the machine that exported it, under a new name of this driver. Blocking.
 
-        Args:
-            name: The name of the part on the machine that exported it.
-            data: Everything that `Porter.pack` yielded, positioned at its beginning.
-            sha256: The SHA-256 of data, in hexadecimal. A part that is packed again must have it.
-
-        Raises:
-            NotPortableError: The data is not a packed part.
-            OSError: The machine cannot store it; nothing of it stays.
+        `data` is all that `Porter.pack` yielded, and `sha256` its digest: a part that is packed again must have it.
+        Raises NotPortableError if the data is no packed part, and OSError if the machine cannot store it.
         """
         ...
 
@@ -80,18 +74,11 @@ class ImagingDriver(Protocol):
     """A driver whose frozen states can become container images."""
 
     async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
-        """Make an image of a state, and return its id. Images are made one at a time.
+        """Make an image of a state, and return its id. Of live processes, it has nothing but their files.
 
-        Args:
-            spec: The spec of the sandbox that was frozen.
-            frozen: The state. Of live processes, the image has nothing but their files.
-            name: The image's name, such as `repository:tag`; empty for none.
-            target: The new file that becomes the image's archive, in a directory with room for the files twice. The
-                caller removes what is left after an error. None gives the image to the Docker daemon.
-
-        Raises:
-            NoImageError: The state cannot be an image.
-            StateGoneError: The data of the state is missing or damaged.
+        `name` is such as `repository:tag`, or empty. `target` is the new file of the image's archive, in a directory
+        with room for the files twice; the caller removes what is left after an error. None gives the image to the
+        Docker daemon. Raises NoImageError, and StateGoneError if the data of the state is missing or damaged.
         """
         ...
 

@@ -172,13 +172,11 @@ class EnvironmentSpec(BaseModel):
         default=(), description="Further names that lead to the sandbox itself, beside an image."
     )
     egress: Egress | None = Field(
-        default=None,
-        description="The hosts that programs in the sandbox may reach, for driver local. None by default.",
+        default=None, description="The hosts that programs in the sandbox may reach, for driver local. None by default."
     )
     video: VideoTools | None = Field(default=None, description="Videos of the video endpoint, for driver video.")
     options: dict[str, Any] = Field(
-        default_factory=dict,
-        description="Settings for a driver from another package. They are part of the root state.",
+        default_factory=dict, description="Settings for a driver from another package. They are part of the root state."
     )
     confined: bool = Field(
         default=False,
@@ -285,27 +283,11 @@ class EnvironmentSpec(BaseModel):
         for database in members["databases"].values():
             del database["source"], database["dsn"]
         members["video"] = None if self.video is None else self.video.root()
-        for kind in (
-            "servers",
-            "mcp_servers",
-            "services",
-            "volumes",
-            "aliases",
-            "egress",
-            "video",
-            "options",
-            "harness",
-        ):
-            if not members[kind]:
-                # Older versions had no such members. Without empty ones, their trees are found again.
-                del members[kind]
-        if self.timeouts == "private":
-            del members["timeouts"]
-        if self.live == "running":
-            del members["live"]
-        if not self.own:
-            del members["own"]
-        return members
+        # Older versions had no such members. Without empty ones, their trees are found again.
+        kinds = ("servers", "mcp_servers", "services", "volumes", "aliases", "egress", "video", "options", "harness")
+        absent = {kind for kind in (*kinds, "own") if not members[kind]}
+        absent |= {name for name, value in (("timeouts", "private"), ("live", "running")) if members[name] == value}
+        return {name: value for name, value in members.items() if name not in absent}
 
     @model_validator(mode="after")
     def _check_databases(self) -> "EnvironmentSpec":

@@ -13,7 +13,6 @@ there.
 
 import contextlib
 import os
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -60,27 +59,19 @@ class SnapshotStore:
             if len(entry.name) == _SHARE and entry.is_dir():
                 for path in sorted(entry.iterdir()):
                     self._take(path, rebooted=rebooted)
-            # Earlier versions wrote all snapshots into this directory: first directories, which are of no use any more,
-            # and then files.
-            elif entry != mark and self._take(entry, rebooted=rebooted):
-                path = self._path(entry.name)
-                path.parent.mkdir(exist_ok=True)
-                entry.rename(path)
+            elif entry.is_file() and entry != mark:
+                # Earlier versions wrote snapshots here.
+                _remove(entry)
         # Last: a kill in between removes the rest of the old snapshots at the next start.
         mark.write_text(boot)
         return len(self._snapshots)
 
-    def _take(self, path: Path, *, rebooted: bool) -> bool:
-        """Take over a snapshot's file, or remove it if it is of no use; return whether it was taken over."""
-        snapshot = None if rebooted else self._read(path)
-        if snapshot is None:
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                _remove(path)
-            return False
-        self._add(snapshot)
-        return True
+    def _take(self, path: Path, *, rebooted: bool) -> None:
+        """Take over a snapshot's file, or remove it if it is of no use."""
+        if rebooted or (snapshot := self._read(path)) is None:
+            _remove(path)
+        else:
+            self._add(snapshot)
 
     def _add(self, snapshot: Snapshot) -> Snapshot:
         self._snapshots[snapshot.id] = snapshot
@@ -191,10 +182,8 @@ def _digest(data: bytes) -> str:
 
 
 def _snapshot(name: str, manifest: dict[str, Any]) -> Snapshot:
-    fields = ("tree", "node", "driver", "kind", "size_bytes", "cost_s", "created_at")
-    values = {field: manifest[field] for field in fields}
-    # Earlier versions did not write an age.
-    return Snapshot(name, parts=tuple(manifest["parts"]), age_s=manifest.get("age_s", 0.0), **values)
+    fields = ("tree", "node", "driver", "kind", "size_bytes", "cost_s", "created_at", "age_s")
+    return Snapshot(name, parts=tuple(manifest["parts"]), **{field: manifest[field] for field in fields})
 
 
 def _remove(path: Path) -> None:

@@ -7,6 +7,7 @@ deadline, because machines are noisy; in CI it draws the same examples every tim
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -103,10 +104,14 @@ LEFT_OUT = {
 """Prefixes of the tests that only `--all` runs, with what they need. The rest takes 160 s of one core in CI."""
 
 LONGEST = (
-    "tests/test_kill_storm.py", "tests/test_kill.py", "tests/test_differential.py", "tests/agents/",
-    "tests/proxy/test_transparency", "tests/test_run.py",
+    "tests/test_kill_storm.py", "tests/agents/test_e2b.py", "tests/agents/test_swe_rex.py", "tests/test_rights.py",
+    "tests/test_wheel.py", "tests/test_run.py", "tests/sandboxes/postgres/", "tests/proxy/cluster/", "tests/agents/",
+    "tests/proxy/test_transparency", "tests/test_differential.py", "tests/proxy/compat/harness/",
+    "tests/forkpoint/test_ray.py", "tests/test_beside_launcher.py", "tests/sandboxes/test_attacks.py", "tests/test_",
+    "tests/ui/test_large.py", "tests/sandboxes/local/", "tests/proxy/control/test_dataplane_openapi.py",
+    "tests/proxy/dataplane/test_large_bodies.py", "tests/proxy/transfer/", "tests/ui/",
 )  # fmt: skip
-"""Tests that begin first, so that no worker process waits for them at the end."""
+"""Tests that begin first, in this order, so that no worker process works alone at the end."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,12 +125,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every test, the slow ones too")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what the default run leaves out, without importing it where that is a whole file or folder."""
+    if config.getoption("all") or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return None
+    return f"{collection_path.relative_to(config.rootpath)}/".startswith(tuple(LEFT_OUT)) or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what the default run leaves out, and sort the longest tests to the front."""
     if not config.getoption("all") and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(tuple(LEFT_OUT))])
         items[:] = [item for item in items if not item.nodeid.startswith(tuple(LEFT_OUT))]
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    places = range(len(LONGEST))
+    items.sort(key=lambda item: next((at for at in places if item.nodeid.startswith(LONGEST[at])), len(LONGEST)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

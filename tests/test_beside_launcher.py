@@ -202,12 +202,22 @@ def test_nobody_else_gets_a_launcher() -> None:
         assert int(done.stdout) > 0, done.stderr
 
 
-@pytest.mark.parametrize("request_", [b"", b"{", b"[]", b'["a", "b"]', b"[1]", json.dumps(["x" * 9000]).encode()])
-def test_service_outlives_any_request(request_: bytes) -> None:
+WRONG = """
+import json, socket, sys
+for request in (b"", b"{", b"[]", b'["a", "b"]', b"[1]", json.dumps(["x" * 9000]).encode()):
+    pair = socket.socketpair()
+    for descriptors in ([pair[0].fileno()], [], [0, 1, 2]):
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(sys.argv[1])
+        socket.send_fds(connection, [request], descriptors)
+        print(len(connection.recv(100)))
+"""
+
+
+def test_service_outlives_any_request() -> None:
     with data_directory() as folder, launcher_beside(folder) as path:
-        program = ASK.replace("""b'["/x"]'""", repr(request_))
-        for descriptors in ("[pair[0].fileno()]", "[]", "[0, 1, 2]"):
-            ask(path, BESIDE, program.replace("[pair[0].fileno()]", descriptors))
+        wrong = ask(path, BESIDE, WRONG)
+        assert (wrong.returncode, len(wrong.stdout.split())) == (0, 6 * 3), wrong.stderr
         done = ask(path, BESIDE)
         assert int(done.stdout) > 0, done.stderr
 

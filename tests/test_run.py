@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ def newcomer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     # The interpreter itself, not that of our virtual environment.
     (folder / "bin" / "python3").symlink_to(Path(sys.base_prefix) / "bin" / "python3")
     kept = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_", "HTTP"))}
-    return folder / "forkpoint", kept | {"PATH": str(folder / "bin"), "HOME": str(folder)}
+    # What is imported is compiled then; pip would compile all packages, which takes longer.
+    return folder / "forkpoint", kept | {"PATH": str(folder / "bin"), "HOME": str(folder), "PIP_NO_COMPILE": "1"}
 
 
 def test_run_installs_and_serves(newcomer: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
@@ -82,6 +84,8 @@ def test_locks_name_every_dependency_with_a_digest(lock: str) -> None:
 def _answers(port: int, server: "subprocess.Popen[bytes]") -> bool:
     assert server.poll() is None, "the proxy ended"
     try:
+        # Cheap, so that what is waited for has the CPU.
+        socket.create_connection(("127.0.0.1", port)).close()
         return httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).is_success
-    except httpx.TransportError:
+    except (ConnectionError, httpx.TransportError):
         return False

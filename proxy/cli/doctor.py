@@ -30,7 +30,7 @@ from sandboxes.plugins import DriverContext, PluginError, make_driver
 from sandboxes.pool.room import Room, open_more_files
 from sandboxes.shell_files import copies
 from sandboxes.sql.sqlite_volatile import clock_can_be_set
-from sandboxes.sqlite.file_clone import Method, choose, measure
+from sandboxes.sqlite.file_clone import can_link
 from snapshots.criu.binary import CriuBinary, CriuMissingError
 
 OLDEST_KERNEL = (5, 14)
@@ -44,8 +44,6 @@ _TRIAL_REMEDIES = {
     "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay.",
 }
 """What helps where the trial of a driver fails, if there is more to say than the error does."""
-_TRIAL_BYTES = 16 << 20
-"""Size of the file whose fork is timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,21 +251,15 @@ def _existing(data_dir: Path) -> Path:
 
 
 def _sqlite(data_dir: Path) -> Requirement:
-    """Check how SQLite databases are forked in the data directory, and measure the cost."""
-    existing = _existing(data_dir)
-    method = choose(existing)
-    cost_ms = measure(existing, method, _TRIAL_BYTES) * 1e3
-    cost = f"{cost_ms:.2f} ms for any size"
-    if method is Method.COPY:
-        cost = f"{cost_ms * 100 / (_TRIAL_BYTES >> 20):.0f} ms for each 100 MB"
-    detail = (
-        f"SQLite {sqlite3.sqlite_version}; the first write of a rollout forks the database by {method.value}: {cost}"
-    )
+    """Check how SQLite databases are forked in the data directory."""
+    links = can_link(_existing(data_dir))
+    way = "shares the database's file" if links else "copies the database"
+    detail = f"SQLite {sqlite3.sqlite_version}; the first write of a rollout {way}"
     if not clock_can_be_set():
         detail += "; SQLite's clock cannot be set, so statements with date functions are not shared, "
         detail += "and `volatile` states have no snapshots"
-    remedy = "Choose a data directory on a file system with reflinks or hard links (XFS, btrfs): --data DIR."
-    return Requirement("databases", method is not Method.COPY, detail, remedy, required=False)
+    remedy = "Choose a data directory on a file system with hard links (ext4, XFS, btrfs): --data DIR."
+    return Requirement("databases", links, detail, remedy, required=False)
 
 
 def _trials(data_dir: Path, names: Sequence[str]) -> list[Requirement]:

@@ -14,14 +14,7 @@ from typing import BinaryIO
 from sandboxes.calls import EgressOutcome
 from sandboxes.egress.dialing import Dialer, FailedError
 from sandboxes.egress.fair_slots import FairSlots, Requester
-from sandboxes.egress.recordings import (
-    MAX_BODY_BYTES,
-    MAX_HEADERS,
-    REFRAMED,
-    RecordedResponse,
-    Recordings,
-    is_recorded,
-)
+from sandboxes.egress.recordings import MAX_BODY_BYTES, MAX_HEADERS, REFRAMED, RecordedResponse, Recordings, is_recorded
 from sandboxes.egress.targets import RefusedError, Target
 from sandboxes.http_message import InvalidRequestError, end_to_end, request_head
 from sandboxes.listener import Headers

@@ -12,7 +12,6 @@ recorded before, which a replay must not have (`proxy.execution.divergence`).
 import asyncio
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from sandboxes.egress.messages import CloseOutlet, OpenOutlet, RecountRecordings
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError
 from sandboxes.ipc.fork_server import ForkServer
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.outlet import PORT
 from sandboxes.spec import EnvironmentSpec
 
@@ -58,15 +58,13 @@ class EgressGateway:
     async def open_outlet(self, sandbox: str, spec: EnvironmentSpec, listener: int) -> "SandboxEgress":
         """Serve the connections of a sandbox whose spec has egress. The listening socket is closed here."""
         assert spec.egress is not None, "only sandboxes with egress have a listening socket"
-        try:
+        with Opened(listener):
             async with self._starting:
                 if not self._process.is_open:
                     await self._process.start()
             await self._process.ensure_running()
             scope = _scope(spec)
             await self._process.ask(OpenOutlet(sandbox, list(spec.egress.hosts), scope), [listener])
-        finally:
-            os.close(listener)
         return SandboxEgress(sandbox, self._process, lambda: scope in self._doubtful)
 
     def recordings(self, spec: EnvironmentSpec) -> PortableRecordings | None:

@@ -19,12 +19,12 @@ import os
 import select
 import signal
 import struct
-import termios
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sandboxes.ipc.messages import UseBackgroundProcess
+from sandboxes.linux.descriptors import set_size
 from sandboxes.process_output import END, ERR, LINGER_S, MEDIA_TYPE, OUT, KeptOutput, frame
 
 ProcessAnswer = tuple[int, str, bytes]
@@ -194,7 +194,7 @@ class BackgroundProcess:
             return "it has no terminal"
         # Fails harmlessly once the process has ended and no process has the terminal open.
         with contextlib.suppress(OSError):
-            fcntl.ioctl(self.streams[OUT].fd, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+            set_size(self.streams[OUT].fd, size[1], size[0])
         return ""
 
     def signal(self, number: int) -> None:

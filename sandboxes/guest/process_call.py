@@ -153,10 +153,7 @@ def _user(shells: Shells, name: str | None) -> tuple[User, str]:
         return user, ""
     # The user that everything runs as, without the groups that it cannot take.
     same = (user.uid, user.gid) == (shells.user.uid, shells.user.gid)
-    return (
-        shells.user,
-        "" if same else f"unable to become user {name}: processes have one user only here",
-    )
+    return shells.user, "" if same else f"unable to become user {name}: processes have one user only here"
 
 
 def background_process(

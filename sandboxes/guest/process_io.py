@@ -20,13 +20,12 @@ import os
 import select
 import socket
 import struct
-import termios
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sandboxes.guest.files.disk_watch import WATCH_S, limit_note
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import close_all, output_pipe, set_size
 from sandboxes.process_output import ERR, LINGER_S, OUT, frame
 
 _CHUNK = 1 << 16
@@ -101,7 +100,7 @@ class Running:
                 return "detached"
             if ended_at is not None and (not self._outputs or now - ended_at > LINGER_S):
                 return "ended"
-            if self._due_has_come:
+            if self._due is not None and not any(self._due.values()):
                 return "detached"
             if now > until and ended_at is None:
                 return "timeout"
@@ -139,10 +138,6 @@ class Running:
         self._outputs, self._in = {}, -1
         death, self._death = self._death, -1
         return ends, death
-
-    @property
-    def _due_has_come(self) -> bool:
-        return self._due is not None and not any(self._due.values())
 
     def _close(self, *, keep_outputs: bool) -> None:
         if self._owns_in and self._in >= 0:
@@ -249,9 +244,7 @@ def new_pipes(*, stdin: bool) -> tuple[dict[int, int], dict[int, int]]:
     """Return our ends and a process's ends of its streams, by number. Without stdin it reads /dev/null."""
     ours, theirs = {}, {}
     for stream in (1, 2):
-        ours[stream], theirs[stream] = os.pipe2(os.O_CLOEXEC)
-        # A process that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(theirs[stream], 0o666)
+        ours[stream], theirs[stream] = output_pipe()
     if stdin:
         theirs[0], ours[0] = os.pipe2(os.O_CLOEXEC)
         os.fchmod(theirs[0], 0o666)
@@ -267,5 +260,5 @@ def open_terminal(multiplexer: str, size: object) -> tuple[int, str]:
     fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
     number = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, struct.pack("i", 0)))[0]
     if isinstance(size, list | tuple) and len(size) == 2:
-        fcntl.ioctl(master, termios.TIOCSWINSZ, struct.pack("HHHH", *size, 0, 0))
+        set_size(master, size[1], size[0])
     return master, f"/dev/pts/{number}"

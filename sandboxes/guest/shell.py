@@ -49,11 +49,6 @@ def may_be_waited_for(jobs: Jobs, session: ShellSession) -> bool:
     )
 
 
-def is_in_proc_of(pid: int, folder: str) -> bool:
-    """Return whether a directory is one of a process in /proc, so that no later process can be in it (pure)."""
-    return f"{folder}/".startswith(f"/proc/{pid}/")
-
-
 class Output(KeptOutput):
     """One stream of a shell's command, from our end of the pipe."""
 
@@ -120,9 +115,6 @@ class Shell:
             with contextlib.suppress(OSError, ValueError):
                 resource.prlimit(self.pid, getattr(resource, name), (soft, hard))
 
-    def _orders(self, command: bytes) -> tuple[bytes, bytes]:
-        return orders(self.session, command)
-
     def _parse_dump(self, dump: bytes) -> tuple[int, ShellSession, Jobs]:
         status, session, jobs = session_texts.parse_dump(dump)
         # The kernel tells limits more reliably than `ulimit -a`, whose words differ between bash versions.
@@ -147,16 +139,13 @@ class Shell:
         if self.waits_as_template:
             # Its fork enters the directory by its name.
             return True
-        if is_in_proc_of(self.pid, folder):
+        if f"{folder}/".startswith(f"/proc/{self.pid}/"):
+            # No later process can be in it.
             return False
         try:
             return os.path.samestat(os.stat(f"/proc/{self.pid}/cwd"), os.stat(folder.encode("latin-1")))  # noqa: PTH116
         except OSError:
             return False
-
-    def _is_as_new(self) -> bool:
-        # No process can open one in a template.
-        return self.waits_as_template or has_descriptors(self.pid, self._known)
 
     def send_kill(self) -> None:
         """Have the kernel end the shell, without a wait: from now on it runs nothing."""
@@ -172,7 +161,7 @@ class Shell:
             output.drain(0)
             output.take()
         widen((self.out.fd, self.err.fd, self.dump_fd))
-        go, text = self._orders(command)
+        go, text = orders(self.session, command)
         # A shorter command must not end with the tail of the last one.
         overwrite(self.command_fd, text)
         self._dump.clear()
@@ -245,8 +234,9 @@ class Shell:
 
     def holds_more(self) -> bool:
         """Whether the idle shell has other descriptors than when it was new; True if that cannot be seen."""
-        # Right after its dump it still has some open, until it waits for its next command. So it is given a moment.
-        return not wait_until_asleep(self.pid, self._is_as_new)
+        # Right after its dump it still has some open, until it waits for its next command. So it is given a moment. No
+        # process can open one in a template.
+        return not wait_until_asleep(self.pid, lambda: self.waits_as_template or has_descriptors(self.pid, self._known))
 
     # -- with a template ---------------------------------------------------------------------------------------------
 

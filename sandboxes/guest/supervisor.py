@@ -41,7 +41,7 @@ from sandboxes.guest.shell import Output, Shell
 from sandboxes.guest.shell_looks import ShellLooks
 from sandboxes.guest.shells import Shells, folder_of, unless_broken
 from sandboxes.guest.survivors import Survivors
-from sandboxes.guest.tool_servers import Log, Servers, ToolServerError
+from sandboxes.guest.tool_servers import Servers, ToolServerError
 from sandboxes.ipc.codec import Envelope, IpcMessage
 from sandboxes.ipc.messages import (
     CallDone,
@@ -71,14 +71,7 @@ from sandboxes.ipc.server_messages import (
 )
 from sandboxes.linux import confine, outlet, user_counts
 from sandboxes.linux.live_state import LiveState
-from sandboxes.linux.processes import (
-    Process,
-    fields_of_processes,
-    last_pid,
-    list_processes,
-    ran_between,
-    run_counts,
-)
+from sandboxes.linux.processes import Process, fields_of_processes, last_pid, list_processes, ran_between, run_counts
 from sandboxes.linux.sandbox_groups import GroupFiles, MemoryLimit, PidsLimit, ResourceMeter
 from sandboxes.linux.socket_queues import SocketQueues
 
@@ -137,10 +130,10 @@ class Supervisor:
             sys.exit(1)
 
     @property
-    def _outputs(self) -> dict[int, Output | Log | PendingOutput]:
+    def _outputs(self) -> dict[int, Output | PendingOutput]:
         return {**self.shells.outputs, **self.servers.outputs, **self.background.outputs}
 
-    def _listen(self, outputs: Mapping[int, Output | Log | PendingOutput], within_ms: int | None) -> bool:
+    def _listen(self, outputs: Mapping[int, Output | PendingOutput], within_ms: int | None) -> bool:
         """Wait for the proxy or for output, for at most within_ms; return False if the proxy is gone."""
         waiting = poll()
         for fd in (self.link.fileno(), self._deaths.fileno(), *outputs):

@@ -19,12 +19,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.background import PendingOutput
 from sandboxes.guest.shells import Shells
 from sandboxes.guest.users import ROOT
 from sandboxes.ipc.codec import with_members
 from sandboxes.ipc.server_messages import ServerOrder
 from sandboxes.linux import processes
-from sandboxes.linux.descriptors import Opened, close_all, read_available, write_out
+from sandboxes.linux.descriptors import Opened, close_all, output_pipe, read_available, write_out
 from sandboxes.linux.processes import death_of
 from sandboxes.shell_text import BECOME_AGENT, quote
 
@@ -49,12 +50,8 @@ class ToolServerError(Exception):
         self.kind = kind
 
 
-class Log:
-    """The last of what a server prints, for errors. It is no part of any answer. `fd` is -1 once it is closed."""
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.kept = bytearray()
+class Log(PendingOutput):
+    """The last of what a server prints, for errors. It is no part of any answer."""
 
     def drain(self, _max_bytes: int = 0) -> None:
         """Read without waiting; not to the end, if the server writes faster than this reads."""
@@ -62,20 +59,14 @@ class Log:
             data = read_available(self.fd)
             if not data:
                 return
-            self.kept += data
+            self.data += data
             # Trimmed after each read, so a log takes at most the tail and one chunk of memory.
-            del self.kept[:-TAIL_BYTES]
-
-    def close(self) -> None:
-        """Close our end of the pipe; what was read stays."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+            del self.data[:-TAIL_BYTES]
 
     def tail(self) -> str:
         """Return the last lines."""
         self.drain()
-        return bytes(self.kept[-2000:]).decode(errors="replace").strip() or "it printed nothing"
+        return bytes(self.data[-2000:]).decode(errors="replace").strip() or "it printed nothing"
 
 
 class ServerProcess:
@@ -347,10 +338,7 @@ def new_pipes(*, talks: bool) -> tuple[list[int], list[int]]:
         ours.append(writing)
         theirs.append(reading)
     for _ in range(1 + talks):
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        # A server that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(writing, 0o666)
+        reading, writing = output_pipe()
         ours.append(reading)
         theirs.append(writing)
     return ours, theirs

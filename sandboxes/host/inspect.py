@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandboxes.errors import SandboxError
+from sandboxes.guest.bash.restore import split_functions
 from sandboxes.inspection import GONE, FileEntry, SessionView, StateView
 from sandboxes.ipc.codec import Envelope
 from sandboxes.ipc.messages import CallDone, Described, FileOutcome
@@ -13,8 +14,6 @@ from sandboxes.shell_text import ShellSession
 
 _VARIABLE = re.compile(r"(?:declare -\S+ )?([A-Za-z_][A-Za-z0-9_]*)")
 """The name in a variable's line, as bash declares it or as a POSIX shell assigns it."""
-_FUNCTION = re.compile(r"^(\S+) \(\) *$", re.MULTILINE)
-"""The head of a function, as `declare -f` prints it."""
 
 
 def state_look(state: Described) -> StateView:
@@ -31,15 +30,8 @@ def _session(session: ShellSession) -> SessionView:
     return SessionView(
         _text(session["cwd"]),
         {name: _text(line) for name, line in variables.items()},
-        {name: _text(body) for name, body in _functions(session.get("functions", "")).items()},
+        {text.split(" ", 1)[0]: _text(text.rstrip()) for text in split_functions(session.get("functions", ""))},
     )
-
-
-def _functions(text: str) -> dict[str, str]:
-    """Split the output of `declare -f`. Bash indents a function's body, so only heads begin a line."""
-    heads = list(_FUNCTION.finditer(text))
-    ends = [head.start() for head in heads[1:]] + [len(text)]
-    return {head[1]: text[head.start() : end].rstrip() for head, end in zip(heads, ends, strict=False)}
 
 
 def _text(latin: str) -> str:

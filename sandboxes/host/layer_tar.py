@@ -202,12 +202,9 @@ def _is_too_deep(name: str) -> bool:
 
 def _require_no_flags(path: Path, info: tarfile.TarInfo) -> None:
     if info.type in (tarfile.REGTYPE, tarfile.DIRTYPE):
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
+        with Opened(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)) as fd:
             if flags_of(fd):
                 raise NotFreezableError(f"{info.name.removeprefix('diff')} has flags of chattr: it cannot be exported")
-        finally:
-            os.close(fd)
 
 
 def _head(info: tarfile.TarInfo) -> bytes:

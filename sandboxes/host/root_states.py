@@ -141,10 +141,10 @@ def needs_setup(spec: EnvironmentSpec) -> bool:
     return bool(spec.copied_sources or spec.files or spec.setup or spec.services or spec.directory not in _PRESENT_DIRS)
 
 
-def root_key(spec: EnvironmentSpec, identity: str, *, without: frozenset[str] = frozenset()) -> str:
-    """Return the key of a spec's root state. `identity` stands for what is outside it and the fields in `without`."""
+def root_key(spec: EnvironmentSpec, identity: str) -> str:
+    """Return the key of a spec's root state; `identity` stands for what is outside it."""
     # Sorted, so that equal specs have equal keys whatever the order of their fields.
     # Older versions had no services. Without empty ones, their root states are found again.
     absent = {name for name in ("services", "volumes", "aliases", "hostname") if not getattr(spec, name)}
-    fields = orjson.dumps(spec.model_dump(exclude=_BESIDE_FILES | without | absent), option=orjson.OPT_SORT_KEYS)
+    fields = orjson.dumps(spec.model_dump(exclude=_BESIDE_FILES | absent), option=orjson.OPT_SORT_KEYS)
     return hashlib.blake2b(fields + identity.encode(), digest_size=16).hexdigest()

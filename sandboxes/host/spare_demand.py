@@ -20,16 +20,15 @@ the next group of rollouts still finds spares. The value is an estimate."""
 class SpareDemand:
     """Follows how many sandboxes are begun at once."""
 
-    def __init__(self, *, burst_s: float = _BURST_S) -> None:
-        """Begin without any demand. Sandboxes that begin within `burst_s` count as begun at once."""
-        self._burst_s = burst_s
+    def __init__(self) -> None:
+        """Begin without any demand."""
         self._begun: deque[float] = deque()
         self._peak, self._peak_at_s = 0.0, 0.0
 
     def note(self, now_s: float) -> None:
         """Note that a sandbox begins."""
         self._begun.append(now_s)
-        while self._begun[0] < now_s - self._burst_s:
+        while self._begun[0] < now_s - _BURST_S:
             self._begun.popleft()
         if len(self._begun) >= self._decayed(now_s):
             self._peak, self._peak_at_s = float(len(self._begun)), now_s

@@ -177,7 +177,8 @@ class RootWriter:
             os.mkfifo(name, dir_fd=folder)
             _own(name, member, folder)
         elif member.isreg():
-            with os.fdopen(_new_file(name, folder), "wb", buffering=0) as file:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            with os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "wb", buffering=0) as file:
                 _fill(file, member, stream)
                 _set_facts(file.fileno(), self._facts(member))
         else:
@@ -282,10 +283,6 @@ def _parts(path: str) -> list[str]:
     if ".." in parts:
         raise ImageError(f"{path!r} leads out of it")
     return parts
-
-
-def _new_file(name: str, folder: int) -> int:
-    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
 def _fill(file: FileIO, member: tarfile.TarInfo, stream: TarStream) -> None:

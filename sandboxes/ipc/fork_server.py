@@ -68,17 +68,11 @@ class ForkServer:
         prepare: Callable[[int], None] = lambda _pid: None,
         service: str = "",
     ) -> None:
-        """Describe a fork server; `start` starts it.
+        """Describe a child that runs the `main` of a module; `start` starts it.
 
-        Args:
-            name: What error texts call the child.
-            module: The module whose `main` the child runs.
-            arguments: The child's arguments after the descriptor of its socket.
-            hint: What to do when the child does not start; ends the error text.
-            site_packages: Whether the child may import installed packages. Without them it starts faster.
-            environment: The child's whole environment.
-            prepare: Called with the pid of each child that starts, before it forks anything. May block shortly.
-            service: The socket of a service that starts the child instead of this process (`launched_process`).
+        `hint` ends the error text of a child that does not start. Without `site_packages` a child starts faster.
+        `prepare` gets the pid of each child before it forks anything. `service` is the socket of a service that starts
+        the child instead of this process (`launched_process`).
         """
         self._name, self._module, self._arguments, self._hint = name, module, arguments, hint
         self._site_packages, self._environment, self._prepare = site_packages, environment, prepare

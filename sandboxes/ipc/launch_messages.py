@@ -1,4 +1,4 @@
-"""Messages to the launcher, which forks pid 1s, mounts layers and starts CRIU; `messages` has the table."""
+"""Messages to the launcher, which forks pid 1s, mounts layers and starts CRIU."""
 
 from sandboxes.ipc.codec import IpcMessage, IpcRecord, IpcRequest
 from sandboxes.ipc.messages import Done
@@ -50,7 +50,7 @@ class ServiceMounts(IpcRecord):
 
 # Descriptors and not paths: a detached mount has no path.
 class Mounted(IpcMessage, op="mounted", descriptors=(2, 5)):
-    """The layers are mounted; see the table in `messages` for the descriptors."""
+    """The layers are mounted: the overlay, the upper and the lower directories, and with `root` the root state."""
 
 
 # The launcher answers to pid 1 and not to the proxy, here and for `SwitchLayers`: that saves a round trip.
@@ -74,7 +74,8 @@ class TryLinks(IpcRequest[LinksTried], op="try_links"):
     stack: LayerStack
 
 
-# The namespace crosses as a descriptor, because a number could belong to another process by then.
+# The sandbox's mount namespace, pid 1's second socket, and the table of rows. The namespace crosses as a descriptor,
+# because a number could belong to another process by then.
 class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     """Put a sandbox on other layers, and tell its pid 1 with `LayersSwitched`, or with `Failed`."""
 
@@ -86,14 +87,14 @@ class SwitchLayers(IpcMessage, op="switch", descriptors=(3, 3)):
     same_below: bool
 
 
-# Pid 1 has no right to that.
+# Pid 1 has no right to that. The descriptor is the sandbox's process; the answer's is the new one.
 class SetLastPid(IpcRequest[Forked], op="set_last_pid", descriptors=(1, 1)):
     """Fork a process after which those of a sandbox get the pids after a number; no descriptor if it has ended."""
 
     number: int
 
 
-# All of CRIU's files are opened by the proxy; the launcher passes them on.
+# The sandbox's process, then CRIU's files: all are opened by the proxy; the launcher passes them on.
 class RunCriu(IpcRequest[Done], op="run_criu", descriptors=(5, 5)):
     """Start CRIU, with these arguments, inside a sandbox to dump its processes."""
 

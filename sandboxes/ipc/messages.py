@@ -3,63 +3,10 @@
 Each request class names its answer as type argument, so mypy checks both ends against each other. Requests on one
 socket are answered in order. A process that fails says `Failed` and ends; that answers any request.
 
-Between the proxy and a sandbox's supervisor (pid 1):
-
-| op | sent by | answer | descriptors |
-|---|---|---|---|
-| exec, file, background | proxy | call_done | file: the archive to unpack, or none |
-| process | proxy | process_started, then call_done unasked | process_started: the socket with its output |
-| detach | proxy | none | |
-| serve, reconnect | proxy | server_connected or server_failed | server_connected: a connection, or stdin and stdout |
-| served | proxy | call_done | |
-| start_servers | proxy | done or server_failed | |
-| expect_course | proxy | course_expected | |
-| describe | proxy | described | |
-| terminal | proxy | terminal_opened or terminal_failed | terminal_opened: the terminal's master end |
-
-Between the proxy and pid 1 of a `local` sandbox only:
-
-| op | sent by | answer | descriptors |
-|---|---|---|---|
-| ready | pid 1, unasked | | |
-| start_sandbox | proxy | sandbox_started or restore_started | the rows; with a checkpoint CRIU's files |
-| mounted | launcher | none | overlay, upper, lower and, with `root`, the root state |
-| restored | proxy | sandbox_started | sandbox_started: the mount namespace, with egress the listening socket |
-| pause | proxy | not_freezable, process_tree or layer_state | |
-| inspect_held | proxy | layer_state | |
-| list_pages | proxy | pages_listed | |
-| layers_switched | launcher | done or failed, to the proxy | mounts of the new upper directory and of what is below; \
-the table of rows |
-
-After a call_done with `discard` or `seal`, pid 1 answers as to `pause` unasked. After a layer_state with something in
-the upper layer, pid 1 waits for layers_switched on its second socket.
-
-Between the proxy and the launcher, and the process that runs CRIU:
-
-| op | sent by | answer | descriptors |
-|---|---|---|---|
-| fork_server_ready | launcher, unasked | | |
-| fork | proxy | forked | the new pid 1's two sockets; forked: its process |
-| write_pages | proxy | done | |
-| try_links | proxy | links_tried | |
-| mount | proxy | none; mounted or failed go to pid 1 | pid 1's second socket |
-| switch | proxy | none; layers_switched or failed go to pid 1 | the sandbox's mount namespace, pid 1's second socket, \
-the table |
-| set_last_pid | proxy | forked | the sandbox's process; forked: the process, or none |
-| run_criu | proxy | done | the sandbox's process, then CRIU's files |
-| criu_started | CRIU's operator, unasked | | the socket to CRIU |
-| find_watched | proxy | watched_found | |
-| inspect_names | proxy | names_inspected or names_refused | |
-| follow_links | proxy | done; with locks once more, unasked | with locks, that of the frozen processes |
-
-Between the proxy and the egress proxy of a driver (`sandboxes.egress.messages`):
-
-| op | sent by | answer | descriptors |
-|---|---|---|---|
-| open_outlet | proxy | done | the listening socket in the sandbox |
-| take_exchanges | proxy | exchanges_taken | |
-| recount_recordings | proxy | done | |
-| close_outlet | proxy | done | |
+This module has what the proxy and a sandbox's supervisor (pid 1) say about calls; `state_messages` what they say about
+states, `server_messages` about tool servers, `launch_messages` what the proxy and the launcher say. After a `CallDone`
+with `discard` or `seal`, pid 1 answers as to `Pause` unasked. After a `LayerState` with something in the upper layer,
+it waits for `LayersSwitched` on its second socket.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Messages that start tool servers and call them; `messages` has the table of all."""
+"""Messages that start tool servers and call them."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Messages that start, freeze and restore a sandbox; `messages` has the table of all.
+"""Messages that start, freeze and restore a sandbox.
 
 A checkpoint is the record that `guest.checkpoints.restore` makes of running processes. It is part of a snapshot on
 disk, so its members are a disk format: they are carried here as plain JSON.
@@ -150,7 +150,8 @@ class InspectHeld(IpcRequest[NotFreezable | LayerState], op="inspect_held"):
     paths: list[str]
 
 
-# The descriptors replace those of `Mounted` and `StartSandbox`, which still lead to the old layers.
+# The descriptors (the new upper directory, what is below, and the table of rows) replace those of `Mounted` and
+# `StartSandbox`, which still lead to the old layers. The launcher sends it.
 class LayersSwitched(IpcMessage, op="layers_switched", descriptors=(3, 3)):
     """The sandbox has a fresh upper layer."""
 

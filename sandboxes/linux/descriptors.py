@@ -1,6 +1,7 @@
 """File descriptors as plain numbers: opening and closing, writing all of something, reading what is there."""
 
 import fcntl
+import functools
 import os
 import struct
 import termios
@@ -66,6 +67,32 @@ def read_available(fd: int) -> bytes | None:
         return os.read(fd, _CHUNK)
     except BlockingIOError:
         return None
+
+
+def counted(fd: int, request: int) -> int:
+    """Return the number that an ioctl answers with."""
+    return int(struct.unpack("i", fcntl.ioctl(fd, request, bytes(4)))[0])
+
+
+def unread_bytes(fd: int) -> int:
+    """Return how many bytes are in a pipe, or can be read of a terminal or a queue."""
+    return counted(fd, termios.FIONREAD)
+
+
+def output_pipe() -> tuple[int, int]:
+    """Return our end of a pipe, which does not block, and the end for a process of the sandbox that prints to it."""
+    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    os.set_blocking(ours, False)
+    # A process that becomes another user may open /dev/stdout, which is this pipe, again.
+    os.fchmod(theirs, 0o666)
+    return ours, theirs
+
+
+@functools.cache
+def memory_device() -> int:
+    """Return the device of all shared memory, which no agent can mount."""
+    with Opened(os.memfd_create("device", os.MFD_CLOEXEC)) as fd:
+        return os.fstat(fd).st_dev
 
 
 def set_size(fd: int, columns: int, rows: int) -> None:

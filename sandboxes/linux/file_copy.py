@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from sandboxes.linux.descriptors import open_unnoticed
+from sandboxes.linux.descriptors import Opened, open_unnoticed
 from sandboxes.linux.file_flags import copy_flags
 
 _CHUNK = 16 << 20
@@ -55,30 +55,26 @@ def copy_entry(name: str, status: os.stat_result, source: int, target: int, mark
 
 def _copy_file(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
     """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
-    reading = open_unnoticed(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, within=source)
-    try:
+    with (
+        Opened(open_unnoticed(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, within=source)) as reading,
         # O_EXCL never opens what is there already, a symlink included (open(2)).
-        writing = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)
-        try:
-            # A file with fewer blocks than bytes has holes, which a plain read would fill.
-            if status.st_size <= _SMALL and status.st_blocks * 512 >= status.st_size:
-                # A regular file is read and written in one piece up to this size; the sandbox's processes stand still
-                # or do not exist yet.
-                os.write(writing, os.read(reading, _SMALL + 1))
-            else:
-                copy_content(reading, writing, status.st_size)
-            # Also root's: in a directory with the set-group-ID bit a new file has the directory's group.
-            os.fchown(writing, status.st_uid, status.st_gid)
-            os.fchmod(writing, stat.S_IMODE(status.st_mode))
-            for attribute in os.listxattr(reading):
-                if not is_mark(attribute, marks):
-                    os.setxattr(writing, attribute, os.getxattr(reading, attribute))
-            copy_flags(reading, writing)
-            os.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
-        finally:
-            os.close(writing)
-    finally:
-        os.close(reading)
+        Opened(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=target)) as writing,
+    ):
+        # A file with fewer blocks than bytes has holes, which a plain read would fill.
+        if status.st_size <= _SMALL and status.st_blocks * 512 >= status.st_size:
+            # A regular file is read and written in one piece up to this size; the sandbox's processes stand still or do
+            # not exist yet.
+            os.write(writing, os.read(reading, _SMALL + 1))
+        else:
+            copy_content(reading, writing, status.st_size)
+        # Also root's: in a directory with the set-group-ID bit a new file has the directory's group.
+        os.fchown(writing, status.st_uid, status.st_gid)
+        os.fchmod(writing, stat.S_IMODE(status.st_mode))
+        for attribute in os.listxattr(reading):
+            if not is_mark(attribute, marks):
+                os.setxattr(writing, attribute, os.getxattr(reading, attribute))
+        copy_flags(reading, writing)
+        os.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def copy_content(reading: int, writing: int, size: int) -> None:

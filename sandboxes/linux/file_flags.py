@@ -5,6 +5,8 @@ import contextlib
 import fcntl
 import os
 
+from sandboxes.linux.descriptors import Opened
+
 _GET, _SET = 0x80086601, 0x40086602
 """FS_IOC_GETFLAGS and FS_IOC_SETFLAGS (linux/fs.h)."""
 
@@ -36,9 +38,5 @@ def spread_below(folder: str) -> None:
     """Have ext4 put each new directory in a directory into a block group of its own (chattr(1), `T`)."""
     # Without a journal, ext4 passes over each inode of a block group that was deleted in the last minute whenever it
     # makes a file there (`recently_deleted` in fs/ext4/ialloc.c). Other file systems ignore or refuse the flag.
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.ioctl(fd, _SET, array.array("L", [flags_of(fd) | _TOP_OF_HIERARCHIES]))
-    finally:
-        os.close(fd)
+    with Opened(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd, contextlib.suppress(OSError):
+        fcntl.ioctl(fd, _SET, array.array("L", [flags_of(fd) | _TOP_OF_HIERARCHIES]))

@@ -31,13 +31,12 @@ import fcntl
 import os
 import signal
 import stat
-import struct
 import termios
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import close_all
+from sandboxes.linux.descriptors import Opened, close_all, unread_bytes
 from sandboxes.linux.processes import Process, shown
 from sandboxes.linux.socket_queues import SocketQueues, lingering_connections
 
@@ -310,9 +309,8 @@ def _unread(path: str) -> tuple[int, bytes]:
     # While a FIFO has a reader no open of another process waits for one, so opening it here wakes no process (fifo(7)).
     if not path:
         raise _OpaqueError("a FIFO has no reader")
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        size = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0]
+    with Opened(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+        size = unread_bytes(fd)
         capacity = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
         if not size:
             return capacity, b""
@@ -326,8 +324,6 @@ def _unread(path: str) -> tuple[int, bytes]:
         finally:
             os.close(copy)
             os.close(into)
-    finally:
-        os.close(fd)
 
 
 def _pieces(fd: int) -> Iterator[bytes]:
@@ -337,23 +333,17 @@ def _pieces(fd: int) -> Iterator[bytes]:
 
 
 def _terminal(path: str) -> tuple[Any, ...]:
-    fd = os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(path, os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
         numbers = [fcntl.ioctl(fd, request, bytes(4)) for request in (termios.FIONREAD, termios.TIOCGETD, _TIOCGEXCL)]
         return repr(termios.tcgetattr(fd)), fcntl.ioctl(fd, termios.TIOCGWINSZ, bytes(8)), *numbers
-    finally:
-        os.close(fd)
 
 
 def _memory(path: str, status: os.stat_result) -> tuple[Any, ...]:
     if max(status.st_blocks * 512, status.st_size) > _MAX_MEMORY_BYTES:
         raise _OpaqueError("a memfd is large")
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         content = b"".join(iter(lambda: os.read(fd, _PAGE), b""))
         return status.st_size, status.st_mtime_ns, fcntl.fcntl(fd, _F_GET_SEALS), content
-    finally:
-        os.close(fd)
 
 
 def _require_waiting(pid: int) -> None:

@@ -90,9 +90,9 @@ def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) ->
     # No path may lead through a link, which is an `OSError`: an image may have one there.
     for root in roots:
         for mount_point in ("/proc", "/dev", "/sys"):
-            kernel.bind_all(mount_point, f"{root}{mount_point}")
+            kernel.bind(mount_point, f"{root}{mount_point}", whole=True)
     for source, target in shared:
-        kernel.bind_within_root(source, target)
+        kernel.bind(source, target, whole=False)
 
 
 def stop_following_links() -> list[str]:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 
+from sandboxes.linux.descriptors import Opened
+
 Process = tuple[int, int]
 """A pid and its start time in clock ticks. Together they name one process, even after its pid is used again."""
 
@@ -72,11 +74,8 @@ def has_ended(fields: list[bytes]) -> bool:
 
 def shown(path: str) -> bytes:
     """Return what a file of /proc shows that is no list: the kernel gives it whole to one read (seq_file.rst)."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         return os.read(fd, _PAGE)
-    finally:
-        os.close(fd)
 
 
 def stat_fields(process: int | str) -> list[bytes] | None:

@@ -11,6 +11,8 @@ import socket
 import struct
 from collections.abc import Iterator
 
+from sandboxes.linux.descriptors import Opened
+
 _TABLES = ("udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6")
 """The tables with one layout: slot, addresses, state, queues, timers, retransmissions, user, timeout, inode, more.
 TCP's table is not read: the kernel walks the connections of the whole machine for it, 5 ms with 260,000 buckets. Only
@@ -132,10 +134,8 @@ def _rows(table: str) -> Iterator[list[bytes]]:
         fd = os.open(f"/proc/net/{table}", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
         return
-    try:
+    with Opened(fd):
         text = b"".join(iter(lambda: os.read(fd, 1 << 16), b""))
-    finally:
-        os.close(fd)
     # The first line is a heading.
     for line in text.splitlines()[1:]:
         yield line.split()

@@ -379,18 +379,10 @@ def open_without_links(path: bytes, flags: int) -> int:
     return openat2(AT_FDCWD, path, open_how(flags, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS))
 
 
-def bind_within_root(source: str, target: str) -> None:
-    """Bind a directory of the root's own file system to another one. Mounts below it are not shown."""
-    # Neither absolute path may lead through a link (ELOOP) or into another mount (EXDEV).
-    _bind(source, target, resolve=RESOLVE_NO_XDEV)
-
-
-def bind_all(source: str, target: str) -> None:
-    """Bind a directory, with all mounts below it, to one of the root's file system; a link in a path is ELOOP."""
-    _bind(source, target, flags=AT_RECURSIVE)
-
-
-def _bind(source: str, target: str, *, resolve: int = 0, flags: int = 0) -> None:
+def bind(source: str, target: str, *, whole: bool) -> None:
+    """Bind a directory to another one, with all mounts below it if `whole`; a link in an absolute path is ELOOP."""
+    # Otherwise neither path may lead into another mount (EXDEV).
+    flags, resolve = (AT_RECURSIVE, 0) if whole else (0, RESOLVE_NO_XDEV)
     how = open_how(_PATH, RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS | resolve)
     empty, opened = ctypes.c_char_p(b""), [os.open("/", _PATH | os.O_CLOEXEC)]
     try:

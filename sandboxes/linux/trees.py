@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import open_unnoticed
+from sandboxes.linux.descriptors import Opened, open_unnoticed
 
 MAX_DEPTH = 256
 """The most levels of nested directories. Real trees have less than 60: the deepest are those of JavaScript packages.
@@ -83,13 +83,11 @@ def folders(top: int) -> Iterator[Folder]:
         fd = open_below(top, path)
         if fd is None:
             continue
-        try:
+        with Opened(fd):
             entries = list_entries(fd)
             # The last one is popped first. The names are kept, not the descriptors: a wide tree has many directories.
             waiting.extend(f"{path}{entry.name}/" for entry in reversed(entries) if _is_folder(entry))
             yield Folder(path, fd, entries)
-        finally:
-            os.close(fd)
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

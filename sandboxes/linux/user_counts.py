@@ -56,7 +56,7 @@ def held(pids: Iterable[int]) -> float:
                 link = os.readlink(f"/proc/{pid}/fd/{name}")  # noqa: PTH115
                 count += link == "anon_inode:inotify"
                 if link.startswith("socket:"):
-                    count += _under_way(f"/proc/{pid}/fdinfo/{name}")
+                    count += under_way(f"/proc/{pid}/fdinfo/{name}")
                 elif link.startswith("pipe:") and link not in pipes:
                     pipes[link] = _capacity(f"/proc/{pid}/fd/{name}") / _PIECE
         except PermissionError:
@@ -72,9 +72,9 @@ def _capacity(path: str) -> int:
         return fcntl.fcntl(end, fcntl.F_GETPIPE_SZ)
 
 
-def _under_way(path: str) -> int:
+def under_way(path: str) -> int:
+    """Return how many descriptors wait in a socket to be received, by its file in /proc (proc_pid_fdinfo(5))."""
     with open(path) as file:  # noqa: PTH123
-        # How many descriptors wait in the socket to be received (proc_pid_fdinfo(5)).
         return next((int(line.split()[1]) for line in file if line.startswith("scm_fds:")), 0)
 
 

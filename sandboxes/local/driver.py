@@ -46,7 +46,7 @@ from sandboxes.spec import EnvironmentSpec
 LookT = TypeVar("LookT")
 _MAX_PRISTINE = 256
 """The most specs whose new sessions are remembered, 2 kB each. A start of another spec waits for its first shell."""
-VERSION = 5
+VERSION = 6
 """Part of every identity. Raise it when equal calls would give other results or other digests than before."""
 STATE_VERSION = 5
 """Version of frozen states. Raise it, too, when earlier ones would be restored over bases that differ from theirs."""
@@ -67,10 +67,7 @@ class LocalDriver:
     state_version = str(STATE_VERSION)
 
     def __init__(
-        self,
-        data_dir: Path,
-        checkpointer: Checkpointer | None = None,
-        sources: SourceRules | None = None,
+        self, data_dir: Path, checkpointer: Checkpointer | None = None, sources: SourceRules | None = None
     ) -> None:
         """Create the driver; without a checkpointer, states with live processes are reached by replay."""
         self.sources = sources or SourceRules()
@@ -390,8 +387,6 @@ def _identity(base: str, *sources: str) -> str:
 
 
 def _state(
-    sessions: dict[str, Any],
-    pristine: dict[str, Any] | None = None,
-    checkpoint: dict[str, Any] | None = None,
+    sessions: dict[str, Any], pristine: dict[str, Any] | None = None, checkpoint: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     return {"sessions": sessions, "pristine": pristine, "checkpoint": checkpoint}

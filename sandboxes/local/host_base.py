@@ -28,16 +28,8 @@ SEARCHED = ("etc", "opt", "usr/local", "usr/etc", "usr/share")
 """Directories in which files that not everybody may read are hidden: keys, shadow, sudoers."""
 
 VISIBLE_STATE = (
-    "dpkg",
-    "python",
-    "ucf",
-    "sgml-base",
-    "xml-core",
-    "ghostscript",
-    "dictionaries-common",
-    "aspell",
-    "git",
-)
+    "dpkg", "python", "ucf", "sgml-base", "xml-core", "ghostscript", "dictionaries-common", "aspell", "git",
+)  # fmt: skip
 """Directories of /var/lib that a sandbox sees, because installed software reads them."""
 
 BOUND = ("/usr", "/opt", "/var/lib/dpkg")
@@ -279,8 +271,8 @@ def _copy_attributes(source: Path, target: Path) -> None:
     os.utime(target, ns=(status.st_mtime_ns, status.st_mtime_ns))
 
 
-def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
-    """Write the base for a proxy without root; return the directories of `BOUND` that this host has."""
+def build_copy(target: Path, hidden: Sequence[Path] = ()) -> None:
+    """Write the base for a proxy without root."""
     skeleton(target)
     for name in VISIBLE:
         path = Path("/") / name
@@ -288,9 +280,9 @@ def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
             (target / name).symlink_to(path.readlink())
         elif path.is_dir():
             (target / name).mkdir(exist_ok=True)
-    bound = [folder for folder in BOUND if Path(folder).is_dir()]
-    for folder in bound:
-        (target / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    for folder in BOUND:
+        if Path(folder).is_dir():
+            (target / folder.lstrip("/")).mkdir(parents=True, exist_ok=True)
     for name in _EMPTY_STATE:
         (target / "var" / name).mkdir(exist_ok=True)
 
@@ -304,7 +296,6 @@ def build_copy(target: Path, hidden: Sequence[Path] = ()) -> list[str]:
     # Its own files came after its attributes.
     shutil.copystat("/etc", target / "etc")
     _fix_times(target, "var")
-    return bound
 
 
 def _everybody_reads(path: Path) -> bool:

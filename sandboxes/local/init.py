@@ -25,14 +25,8 @@ from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.shells import Shells
 from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.fork_pages import write_pages
-from sandboxes.ipc.messages import (
-    Failed,
-)
-from sandboxes.ipc.state_messages import (
-    Ready,
-    RestoreStarted,
-    StartSandbox,
-)
+from sandboxes.ipc.messages import Failed
+from sandboxes.ipc.state_messages import Ready, RestoreStarted, StartSandbox
 from sandboxes.linux import confine, mounts, outlet
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.sandbox_groups import GroupFiles

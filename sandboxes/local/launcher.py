@@ -135,7 +135,8 @@ class Launcher:
         groups: list[int] = []
         try:
             for path in request.cgroups:
-                groups.append(_opened_group(path) if self.grounds is None else self.grounds.group(path))  # noqa: PERF401
+                grounds = self.grounds
+                groups.append(os.open(path, os.O_WRONLY | os.O_CLOEXEC) if grounds is None else grounds.group(path))
             return self._fork_into(groups, request, channel, switches)
         finally:
             close_all(groups)
@@ -282,10 +283,6 @@ class Launcher:
             init.report_failure(files[0], error)
         finally:
             os._exit(1)
-
-
-def _opened_group(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
 
 
 def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:

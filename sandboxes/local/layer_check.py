@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,21 +48,8 @@ class LayerCheck:
             return True
 
     async def _fault(self, layer: str) -> str:
-        path = self._layers.frozen / layer
-        if self._layers.size_bytes(layer) <= _IN_THREAD_BYTES:
-            return await asyncio.to_thread(fault_of, path)
-        program = [sys.executable, "-m", "sandboxes.local.layer_check", str(path)]
-        checker = await asyncio.create_subprocess_exec(
-            *program, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-        )
-        try:
-            out, err = await checker.communicate()
-        finally:
-            if checker.returncode is None:
-                checker.kill()
-                await checker.wait()
-        # Without an answer nothing is known of the layer, and what is not known to be intact is not used.
-        return out.decode(errors="replace").strip() if checker.returncode == 0 else err.decode(errors="replace")[-200:]
+        look = fault_of if self._layers.size_bytes(layer) <= _IN_THREAD_BYTES else _fault_by_process
+        return await asyncio.to_thread(look, self._layers.frozen / layer)
 
 
 def fault_of(layer: Path) -> str:
@@ -80,6 +68,13 @@ def fault_of(layer: Path) -> str:
         return "it cannot be read" if held.over_files() else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"it cannot be read: {error}"
+
+
+def _fault_by_process(layer: Path) -> str:
+    program = [sys.executable, "-m", "sandboxes.local.layer_check", str(layer)]
+    done = subprocess.run(program, stdin=subprocess.DEVNULL, capture_output=True, check=False)  # noqa: S603 - our own program
+    # Without an answer nothing is known of the layer, and what is not known to be intact is not used.
+    return (done.stderr[-200:] if done.returncode else done.stdout).decode(errors="replace").strip()
 
 
 if __name__ == "__main__":

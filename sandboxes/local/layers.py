@@ -356,8 +356,5 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
 
 def read_manifest(layer: Path, *, contents: bool, known: Mapping[str, bytes] = MappingProxyType({})) -> Manifest:
     """Return the manifest of a layer's files; see `manifest.of_tree`."""
-    top = os.open(layer / "diff", _FOLDER)
-    try:
+    with Opened(os.open(layer / "diff", _FOLDER)) as top:
         return manifest.of_tree(top, USER_MARKS, contents=contents, known=known)
-    finally:
-        os.close(top)

@@ -78,13 +78,7 @@ class Spare:
 class Machine:
     """The shared parts of one local driver, open for as long as the driver is."""
 
-    def __init__(
-        self,
-        data_dir: Path,
-        host_view: Path,
-        checkpointer: Checkpointer,
-        holding: Holding,
-    ) -> None:
+    def __init__(self, data_dir: Path, host_view: Path, checkpointer: Checkpointer, holding: Holding) -> None:
         """Describe the machine; `open` starts the launcher. `holding` keeps layers that are in no stack yet."""
         self.data_dir = data_dir
         self.host_view = host_view

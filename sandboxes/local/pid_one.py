@@ -22,13 +22,7 @@ from sandboxes.guest.survivors import OUTSIDE_IPC, outside_ipc, unsaved_segments
 from sandboxes.guest.tool_servers import Servers
 from sandboxes.ipc.codec import Envelope, IpcMessage, with_members
 from sandboxes.ipc.fork_pages import own_pages
-from sandboxes.ipc.messages import (
-    DescribeState,
-    Done,
-    ExpectCourse,
-    OpenTerminal,
-    StateSummary,
-)
+from sandboxes.ipc.messages import DescribeState, Done, ExpectCourse, OpenTerminal, StateSummary
 from sandboxes.ipc.server_messages import StartServers
 from sandboxes.ipc.state_messages import (
     InspectHeld,

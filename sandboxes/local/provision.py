@@ -12,6 +12,7 @@ import orjson
 from sandboxes.calls import ToolCall
 from sandboxes.errors import SpecError
 from sandboxes.ipc.messages import FileOutcome, RunFileOperation
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.plain_paths import open_plain
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.local.services import shared
@@ -116,23 +117,19 @@ async def _stream(sandbox: LocalSandbox, source: str, opened: Path, packing: tup
     if packing:
         # Close-on-exec: a sandbox that starts at this moment must not inherit the pipe and keep it open.
         reading, writing = os.pipe2(os.O_CLOEXEC)
-        try:
+        with Opened(writing):
+            # The child has its own copy. Without this close the reader would never see the end.
             # `tar` inherits the descriptor under its number, so the path means the same there.
             process = await asyncio.create_subprocess_exec(
                 "tar", "-c", "-f", "-", *packing, stdout=writing, pass_fds=[int(opened.name)]
             )
-        finally:
-            # The child has its own copy. Without this close the reader would never see the end.
-            os.close(writing)
     else:
         reading = os.open(opened, os.O_RDONLY | os.O_CLOEXEC)
     unpack = RunFileOperation("unpack", {"target": target}, UNPACK_S)
-    try:
+    with Opened(reading):
+        # Ours is closed in every case; if the supervisor failed, tar then ends by a broken pipe.
         # The descriptor crosses to the supervisor, so the archive is never held in memory.
         done = await sandbox.guest.ask(unpack, b"", UNPACK_S, [reading])
-    finally:
-        # Ours is closed in every case; if the supervisor failed, tar then ends by a broken pipe.
-        os.close(reading)
     # A directory that changed or could not be read gives a tarball that looks whole to the other end.
     if process is not None and await process.wait() != 0:
         raise SpecError(f"archive {source!r} could not be read whole")

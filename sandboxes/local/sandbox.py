@@ -188,7 +188,7 @@ class LocalSandbox:
             user=self._base.user,
             services=self._base.services,
         )
-        try:
+        with Opened(table):
             if images is None:
                 answer = await self.link.ask(order, tables, [table])
                 started, handed_over = answer.message, answer.fds
@@ -204,8 +204,6 @@ class LocalSandbox:
                 await self._machine.checkpointer.restore(images, start_criu, inherited(checkpoint), stillness)
                 finished = await self.link.ask(FinishRestore())
                 started, handed_over = finished.message, finished.fds
-        finally:
-            os.close(table)
         # The mount namespace of pid 1, for moves to a fresh upper. Pid 1 itself passes it: after this it is confined.
         self._layers.enter(handed_over[0])
         if self._spec.egress is not None:
@@ -369,11 +367,8 @@ class LocalSandbox:
         if self._process is None:
             raise SandboxError(f"sandbox {self.id} was closed")
         # A copy: the sandbox may be closed before this is sent, and the number be another sandbox's then.
-        process = os.dup(self._process)
-        try:
+        with Opened(os.dup(self._process)) as process:
             yield process
-        finally:
-            os.close(process)
 
     # -- inspection --------------------------------------------------------------------------------------------------
 

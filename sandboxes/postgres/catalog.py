@@ -7,9 +7,12 @@ under `plain`; the driver's other queries name everything with its schema.
 import contextlib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+import psycopg
 from psycopg import pq
+
+CatalogConnection = psycopg.Connection[Any]
 
 SMALL_BYTES = 256 << 10
 """Tables up to this size are read whole after each change."""
@@ -33,7 +36,7 @@ objects a name means (temporary ones come last), which rows are shown and in whi
 
 
 @contextlib.contextmanager
-def plain(connection: "CatalogConnection") -> Iterator[None]:
+def plain(connection: CatalogConnection) -> Iterator[None]:
     """Apply `PLAIN` to queries of the driver, and restore the agent's settings. A transaction must not have failed."""
     idle = connection.info.transaction_status == pq.TransactionStatus.IDLE
     connection.execute("BEGIN ISOLATION LEVEL READ COMMITTED READ ONLY" if idle else "SAVEPOINT forkpoint")
@@ -46,23 +49,6 @@ def plain(connection: "CatalogConnection") -> Iterator[None]:
             connection.execute("ROLLBACK")
         else:
             connection.execute("ROLLBACK TO SAVEPOINT forkpoint; RELEASE SAVEPOINT forkpoint")
-
-
-class CatalogConnection(Protocol):
-    """The part of `psycopg.Connection` that the queries need."""
-
-    @property
-    def info(self) -> Any:
-        """The state of the connection."""
-        ...
-
-    def execute(self, query: str, params: Any = None) -> Any:
-        """Run a query and return its cursor."""
-        ...
-
-    def cursor(self) -> Any:
-        """Return a new cursor."""
-        ...
 
 
 _USER_SCHEMAS = "n.nspname NOT IN ('pg_catalog', 'information_schema') AND n.nspname !~ '^pg_(toast|temp)'"

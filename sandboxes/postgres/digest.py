@@ -15,7 +15,7 @@ can see (exact), and in any order (content).
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -33,24 +33,12 @@ class DatabaseDigest:
     sequences: dict[str, str]  # All that decides each sequence's next value, by name.
     tables: dict[str, list[str]]  # Two digests of each small table: in physical order, and in any order.
     chain: str = ""  # Digest of the large tables and of their changes, in hexadecimal; empty if there are none.
-    # Names of the tables in the chain. A table that shrinks stays there.
-    chained: frozenset[str] = field(default_factory=frozenset)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the digest as JSON members."""
-        return {
-            "schema": self.schema, "sequences": self.sequences, "tables": self.tables, "chain": self.chain,
-            "chained": sorted(self.chained),
-        }  # fmt: skip
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "DatabaseDigest":
-        """Read what `to_json` returned."""
-        return cls(value["schema"], value["sequences"], value["tables"], value["chain"], frozenset(value["chained"]))
+    # Names of the tables in the chain, sorted. A table that shrinks stays there.
+    chained: list[str] = field(default_factory=list)
 
     def state(self) -> StateDigest:
         """Return the digest of the state: exact, and regardless of the physical order of rows."""
-        members = self.to_json()
+        members = asdict(self)
         return StateDigest(_hash(members), _hash(members | {"tables": {name: d[1] for name, d in self.tables.items()}}))
 
     def extended(self, *changes: Any) -> "DatabaseDigest":
@@ -69,7 +57,7 @@ def whole(connection: CatalogConnection) -> DatabaseDigest:
             small[table] = digests
     schema, sequences = catalog.schema_digest(connection), catalog.sequences(connection)
     chain = _hash(large).hex() if large else ""
-    return DatabaseDigest(schema, sequences, small, chain, frozenset(table for table, *_ in large))
+    return DatabaseDigest(schema, sequences, small, chain, sorted(table for table, *_ in large))
 
 
 def after_transaction(
@@ -96,7 +84,7 @@ def after_transaction(
             chained.add(table)
         else:
             tables[table] = catalog.table_digest(connection, table)
-    now = replace(before, tables=tables, chained=frozenset(chained), sequences=catalog.sequences(connection))
+    now = replace(before, tables=tables, chained=sorted(chained), sequences=catalog.sequences(connection))
     return now.extended(folds) if folds else now
 
 
@@ -121,7 +109,7 @@ def _read_again(
         else:
             tables[table] = catalog.table_digest(connection, table)
     schema, sequences = catalog.schema_digest(connection), catalog.sequences(connection)
-    now = DatabaseDigest(schema, sequences, tables, before.chain, frozenset(chained | before.chained))
+    now = DatabaseDigest(schema, sequences, tables, before.chain, sorted(chained.union(before.chained)))
     # Without large tables the whole state has been read, and the statement adds nothing.
     return now.extended(statement, folds) if folds or (statement and (chained or before.chained)) else now
 

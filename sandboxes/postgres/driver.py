@@ -19,14 +19,14 @@ from sandboxes.postgres.clones import Clones, Template
 from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.sandbox import DatabasePosition, PostgresSandbox
 from sandboxes.postgres.sequence_use import SequenceUse
-from sandboxes.postgres.server import DatabaseSettings, PostgresServer
+from sandboxes.postgres.server import PostgresServer
 from sandboxes.postgres.source import behaviour_of, fingerprint_of, read_digest, settings_of, take_over
 from sandboxes.spec import Database, EnvironmentSpec
 from sandboxes.workers.pool import WorkerPool
 
 log = structlog.get_logger()
 
-VERSION = 5
+VERSION = 6
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 SPARES = 2
 """Clones that wait for each template in use. Rollouts that first write at the same time take one each."""
@@ -129,22 +129,16 @@ class PostgresDriver:
     def _record(self, template: Template, source: list[str] | None) -> None:
         """Record a template. `source` is a root's source, fingerprint and behaviour; None for other states."""
         self._instance["servers"][template.server.dsn]["templates"][template.name] = {
-            "digest": template.digest.to_json(), "settings": [list(pair) for pair in template.settings.own],
-            "sequence_use": template.sequence_use.to_json(), "size_bytes": template.size_bytes,
-            "root_bytes": template.root_bytes, "source": source, "version": VERSION,
+            "digest": template.digest, "settings": template.settings, "sequence_use": template.sequence_use,
+            "size_bytes": template.size_bytes, "root_bytes": template.root_bytes, "source": source, "version": VERSION,
         }  # fmt: skip
         self._save_instance()
 
     def _register(self, server: PostgresServer, name: str, record: dict[str, Any]) -> None:
         template = Template(
-            server,
-            name,
-            DatabaseDigest.from_json(record["digest"]),
-            DatabaseSettings(tuple(map(tuple, record["settings"]))),
-            SequenceUse.from_json(record["sequence_use"]),
-            record["size_bytes"],
-            record["root_bytes"],
-        )
+            server, name, DatabaseDigest(**record["digest"]), tuple(map(tuple, record["settings"])),
+            SequenceUse(**record["sequence_use"]), record["size_bytes"], record["root_bytes"],
+        )  # fmt: skip
         self._templates[name] = template
         if record["source"]:
             source, fingerprint, behaviour = record["source"]

@@ -18,6 +18,7 @@ How a call runs depends on whether the agent has a transaction open:
 """
 
 import hashlib
+from dataclasses import replace
 from typing import Any
 
 import psycopg
@@ -42,7 +43,7 @@ from sandboxes.postgres.digest import DatabaseDigest
 from sandboxes.postgres.messages import PrivateState
 from sandboxes.postgres.sequence_use import USES_SEQUENCES, SequenceUse
 from sandboxes.postgres.session_history import HELD, SessionHistory
-from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome
+from sandboxes.postgres.statement import NOT_IN_TRANSACTION, PostgresOutcome, explained
 from sandboxes.postgres.volatile import CURSOR, SESSION, UPKEEP, VOLATILE
 from sandboxes.sql.results import Failure
 
@@ -214,7 +215,7 @@ class PrivateDatabase:
             if outcome.failure.code in NOT_IN_TRANSACTION:
                 return self._without_transaction(call, parameters, name)
             self._read_sequences()
-        elif _begins(outcome.tags):
+        elif any(tag.split(" ")[0] in ("BEGIN", "START") for tag in outcome.tags):
             # Our BEGIN has become the agent's. It stays open.
             self._wrote, self._counts_at_begin = any(self._transaction()), system
         elif len(outcome.tags) == 1 and only(outcome.tags, _TRANSACTION_SENSITIVE | _ENDS):
@@ -262,7 +263,9 @@ class PrivateDatabase:
         except psycopg.Error as error:
             if self.link.status != pq.TransactionStatus.IDLE:
                 connection.execute("ROLLBACK")
-            outcome.failure = Failure(_message(error), "sql", error.sqlstate)
+            said = error.diag
+            message = explained(said.message_primary or str(error).strip(), said.message_detail, said.message_hint)
+            outcome.failure = Failure(message, "sql", error.sqlstate)
             self._read_sequences()
             return
         if schema:
@@ -352,17 +355,13 @@ class PrivateDatabase:
         with catalog.plain(self.link.connection):
             now = catalog.sequences(self.link.connection)
         if now != self.digest.sequences:
-            self.digest = DatabaseDigest.from_json(self.digest.to_json() | {"sequences": now})
+            self.digest = replace(self.digest, sequences=now)
 
     def _reassess(self, statement: str, *, large: bool) -> None:
         connection = self.link.connection
         with catalog.plain(connection):
             self.digest = digests.after_unobserved(connection, self.digest, statement, large=large)
         self.link.forget_definitions()
-
-
-def _begins(tags: list[str]) -> bool:
-    return any(tag.split(" ")[0] in ("BEGIN", "START") for tag in tags)
 
 
 def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCounts:
@@ -373,13 +372,3 @@ def _since(before: catalog.RowCounts, now: catalog.RowCounts) -> catalog.RowCoun
         if any(moved):
             changed[table] = (size, *moved)
     return changed
-
-
-def _message(error: psycopg.Error) -> str:
-    parts = [error.diag.message_primary or str(error).strip()]
-    parts += [
-        f"{name}: {text}"
-        for name, text in (("DETAIL", error.diag.message_detail), ("HINT", error.diag.message_hint))
-        if text
-    ]
-    return "\n".join(parts)

@@ -14,7 +14,6 @@ Elsewhere (after `RESTART`, `setval(…, false)` or a `CACHE`) the use counts as
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
 
 import psycopg
 
@@ -37,15 +36,6 @@ class SequenceUse:
     values: dict[str, int] = field(default_factory=dict)
     last: str = ""  # The sequence whose value `lastval` shows; empty if it shows none.
     restorable: bool = True  # Whether another session can be given the same use.
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the use as JSON members; an empty object if nothing was used."""
-        return {"values": self.values, "last": self.last, "restorable": self.restorable} if self else {}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> "SequenceUse":
-        """Read what `to_json` returned."""
-        return cls(**value)
 
     def __bool__(self) -> bool:
         return bool(self.values or self.last or not self.restorable)
@@ -88,7 +78,7 @@ _HIDDEN = _Hidden()
 
 def _value(connection: CatalogConnection, query: str, *parameters: str) -> int | _Hidden | None:
     try:
-        return int(connection.execute(query, parameters).fetchone()[0])
+        return int(connection.execute(query, parameters).fetchone()[0])  # type: ignore[index]
     except psycopg.Error as error:
         return None if error.sqlstate in _UNDEFINED else _HIDDEN
 

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psycopg
@@ -35,16 +34,11 @@ _ROLE_EXISTS = "SELECT 1 FROM pg_catalog.pg_roles WHERE rolname = %s"
 _CREATE_AGENT = sql.SQL("CREATE ROLE {} NOLOGIN NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 _CREATE_LOGIN = sql.SQL("CREATE ROLE {} LOGIN PASSWORD {} NOINHERIT NOSUPERUSER NOCREATEDB NOCREATEROLE NOREPLICATION")
 # Of a role that exists, only a superuser may name the other rights. No agent can give them to itself.
-_BAR = sql.SQL("ALTER ROLE {} NOLOGIN PASSWORD NULL")
-"""Earlier versions logged in as the agents' role."""
 _CHANGE_LOGIN = sql.SQL("ALTER ROLE {} LOGIN PASSWORD {}")
 
 
-@dataclass(frozen=True, slots=True)
-class DatabaseSettings:
-    """Settings of a source database (`ALTER DATABASE … SET`), as pairs. A clone does not inherit them."""
-
-    own: tuple[tuple[str, str], ...]
+DatabaseSettings = tuple[tuple[str, str], ...]
+"""Settings of a source database (`ALTER DATABASE … SET`), as pairs. A clone does not inherit them."""
 
 
 class PostgresServer:
@@ -120,8 +114,8 @@ class PostgresServer:
     async def _make_role(self, connection: psycopg.AsyncConnection[Any]) -> None:
         role = sql.Identifier(self.agent)
         try:
-            exists = await (await connection.execute(_ROLE_EXISTS, (self.agent,))).fetchone()
-            await connection.execute((_BAR if exists else _CREATE_AGENT).format(role))
+            if not await (await connection.execute(_ROLE_EXISTS, (self.agent,))).fetchone():
+                await connection.execute(_CREATE_AGENT.format(role))
             superuser = await (
                 await connection.execute("SELECT rolsuper FROM pg_catalog.pg_roles WHERE rolname = user")
             ).fetchone()
@@ -152,7 +146,7 @@ class PostgresServer:
         command = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(source))
         async with self._copying:
             await self._copy(command, source)
-        for setting, value in settings.own:
+        for setting, value in settings:
             change = sql.SQL("ALTER DATABASE {} SET {} = {}").format(
                 sql.Identifier(name), sql.Identifier(setting), sql.Literal(value)
             )

@@ -74,7 +74,7 @@ async def settings_of(server: PostgresServer, source: str) -> DatabaseSettings:
         (source,),
     )
     pairs = (str(row[0]).partition("=") for row in rows)
-    return DatabaseSettings(tuple((name, value) for name, _, value in pairs))
+    return tuple((name, value) for name, _, value in pairs)
 
 
 async def fingerprint_of(server: PostgresServer, source: str) -> str:
@@ -105,8 +105,7 @@ async def behaviour_of(server: PostgresServer, source: str) -> str:
     settings = await server.rows(
         "SELECT name, setting FROM pg_catalog.pg_settings WHERE name = ANY(%s) ORDER BY 1", (_SETTINGS,)
     )
-    own = (await settings_of(server, source)).own
-    return hashlib.blake2b(repr((settings, own)).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(repr((settings, await settings_of(server, source))).encode(), digest_size=16).hexdigest()
 
 
 async def read_digest(server: PostgresServer, database: str) -> DatabaseDigest:

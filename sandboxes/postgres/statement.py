@@ -30,6 +30,7 @@ NOT_IN_TRANSACTION = {"25001", "3B001", "2D000"}
 """SQLSTATEs of statements that fail inside a transaction block only, such as VACUUM and procedures that commit."""
 
 
+_DETAIL, _HINT = pq.DiagnosticField.MESSAGE_DETAIL, pq.DiagnosticField.MESSAGE_HINT
 ServerLossCause = Literal["timeout", "memory", "connection"]
 
 
@@ -151,12 +152,10 @@ class Statement:
                 "the statement took longer than timeout_s, and was stopped", "timeout", code
             )
             return
-        parts = [_field(result, pq.DiagnosticField.MESSAGE_PRIMARY) or "the server gave no reason"]
-        for name, which in (("DETAIL", pq.DiagnosticField.MESSAGE_DETAIL), ("HINT", pq.DiagnosticField.MESSAGE_HINT)):
-            if text := _field(result, which):
-                parts.append(f"{name}: {text}")
+        primary = _field(result, pq.DiagnosticField.MESSAGE_PRIMARY) or "the server gave no reason"
+        detail, hint = (_field(result, which) for which in (_DETAIL, _HINT))
         # An error without SQLSTATE comes from the client library, which has no memory for the result.
-        self._outcome.failure = Failure("\n".join(parts), "sql" if code else "limit", code or None)
+        self._outcome.failure = Failure(explained(primary, detail, hint), "sql" if code else "limit", code or None)
 
     def _refuse_copy(self, status: Any) -> None:
         self._outcome.failure = Failure(
@@ -169,6 +168,11 @@ class Statement:
             self._cancel()
             while self._connection.get_copy_data(0)[0] > 0:
                 pass
+
+
+def explained(message: str, detail: str | None, hint: str | None) -> str:
+    """Return an error of the server as agents read it."""
+    return "\n".join([message, *(f"{name}: {text}" for name, text in (("DETAIL", detail), ("HINT", hint)) if text)])
 
 
 def _lost(message: str) -> PostgresServerLostError:

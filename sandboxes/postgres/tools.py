@@ -5,7 +5,6 @@ from decimal import Decimal
 
 from sandboxes.postgres.catalog import EQUALS, CatalogConnection
 from sandboxes.postgres.statement import PostgresOutcome
-from sandboxes.sql.compare import Row
 from sandboxes.sql.results import Failure, RowCollector, comparison, failure, other, success
 from sandboxes.sql.values import Value
 
@@ -61,14 +60,10 @@ def compare(read: Callable[[str], PostgresOutcome], sql: str, gold: str, *, orde
         if outcome.rows.truncated:
             limit = Failure(f"{name} has more rows than compare looks at", "limit")
             return other({"match": None, "why": "too many rows", "error": limit.to_json() | {"of": name}})
-    rows = {name: [_comparable(row) for row in outcome.rows.rows] for name, outcome in outcomes.items()}
+    # So that equal numbers are equal in every notation, as for the server: 1, 1.0 and 1.00.
+    rows = {name: [tuple(map(_number, row)) for row in outcome.rows.rows] for name, outcome in outcomes.items()}
     errors = {name: outcome.failure for name, outcome in outcomes.items()}
     return comparison(rows, errors, ordered=ordered)
-
-
-def _comparable(row: list[Value]) -> Row:
-    """Convert a row so that equal numbers are equal in every notation, as for the server: 1, 1.0 and 1.00."""
-    return tuple(_number(value) for value in row)
 
 
 def _number(value: Value) -> Hashable:

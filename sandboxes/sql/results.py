@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 from sandboxes.calls import Mark
 from sandboxes.sql.compare import Row, judge
-from sandboxes.sql.encoder import json_bytes
 from sandboxes.sql.render import RENDERERS
 from sandboxes.sql.values import Value
 
 MAX_ROWS = 1 << 40
 """A row limit that is never reached, for calls that only `output_bytes` limits."""
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+"""The standard library's, because proxy, workers and guest must answer with equal bytes, and the guest has no other.
+NaN and infinities never get this far: `sandboxes.sql.values.encode` tags them."""
 
 ErrorKind = Literal["sql", "timeout", "limit", "refused"]
 """Why a statement failed: an error of the engine, its time limit, another limit, or a rule that forbids it."""
@@ -34,6 +37,12 @@ class Failure:
         """Return the member `error` of a result."""
         fields = {"message": self.message, "kind": self.kind}
         return fields if self.code is None else fields | {"code": self.code}
+
+
+def json_bytes(value: Any) -> bytes:
+    r"""Encode a result as compact UTF-8 JSON. Lone surrogates, which UTF-8 lacks, become escapes such as `\ud800`."""
+    # Python's escape of a surrogate (a backslash, "u" and four hexadecimal digits) is also the one of JSON.
+    return _ENCODER.encode(value).encode(errors="backslashreplace")
 
 
 @dataclass(slots=True)

@@ -32,7 +32,6 @@ from sandboxes.ipc.messages import Done
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.sql.sqlite_tools import READING
 from sandboxes.sqlite.counters import UNTOUCHED
-from sandboxes.sqlite.file_clone import Method
 from sandboxes.sqlite.messages import ForkState, OpenFork, ReadPages, SharedState, StateGone, ToolDone
 from sandboxes.sqlite.store import DatabaseState, Fork, SqliteStore
 from sandboxes.sqlite.worker_calls import CIRCUMSTANTIAL, CallAbortedError, CallOutcome, WorkerCalls
@@ -212,7 +211,8 @@ class SandboxDatabase:
             self.witness = b""
         if effect:
             self.state = after
-        if not self.witness and (new or effect) and _same_state(self.state, self._last_frozen):
+        now, last = ((state.digest, state.counters, state.settings) for state in (self.state, self._last_frozen))
+        if not self.witness and (new or effect) and now == last:
             # The call changed nothing, or undid earlier changes.
             self.state = self._last_frozen
             await self._drop_fork()
@@ -245,11 +245,10 @@ class SandboxDatabase:
         if self.witness:
             self.alive = False
             raise SandboxError("the worker that held the rollout's SQL session was killed")
-        if self._fork is None and self._store.method is Method.COPY:
-            # Copying a large file takes long, so it runs in a thread. The other methods take 0.2 ms.
+        if self._fork is None:
+            # In a thread, because a database that cannot be linked is copied.
             self._fork = await asyncio.to_thread(self._store.fork, self.state)
-        fork, state = self._fork or self._store.fork(self.state), self.state
-        self._fork = fork
+        fork, state = self._fork, self.state
         if self._worker is None or not self._worker.alive:
             self._worker, self._opened = await self._worker_pool.dedicated(), False
         if not self.alive:
@@ -278,7 +277,3 @@ class SandboxDatabase:
             await worker.close()
         if fork is not None:
             await asyncio.to_thread(fork.remove)
-
-
-def _same_state(a: DatabaseState, b: DatabaseState) -> bool:
-    return (a.digest, a.counters, a.settings) == (b.digest, b.counters, b.settings)

@@ -22,7 +22,7 @@ from sandboxes.sqlite.sources import Sources
 from sandboxes.sqlite.store import DatabaseState, SqliteStore
 from sandboxes.workers.pool import WorkerPool
 
-VERSION = 2
+VERSION = 3
 """Part of every identity. Raise it when a change of the driver gives equal calls other results or other digests."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import orjson
 
 from sandboxes.errors import SandboxError, SpecError
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.files import file_digest, write_whole
 from sandboxes.linux.plain_paths import open_plain
 from sandboxes.sources import SourceRules
@@ -200,13 +201,10 @@ async def _settled(files: list[_SourceFile]) -> SourceStamp:
 
 def _make_wal(database: Path) -> None:
     """Switch a database to a write-ahead log, which forks need. All other bytes stay the same."""
-    fd = os.open(database, os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with Opened(os.open(database, os.O_RDWR | os.O_CLOEXEC)) as fd:
         if os.pread(fd, len(_MAGIC), 0) != _MAGIC:
             raise SandboxError(f"{database} was built as a database, but is not one")
         os.pwrite(fd, _WAL, _VERSIONS_AT)
-    finally:
-        os.close(fd)
 
 
 def _help(source: Path) -> str:

@@ -28,7 +28,7 @@ import orjson
 from sandboxes.errors import StateGoneError
 from sandboxes.linux.files import file_digest, sync_path
 from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
-from sandboxes.sqlite.file_clone import Method, best_copy, choose, clone, hold
+from sandboxes.sqlite.file_clone import best_copy, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
 
 _log = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ class SqliteStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.states, self.forks, self.temporary = folder / "states", folder / "forks", folder / "tmp"
-        self.method = Method.COPY  # How second copies of database files are made.
         self._manifests: dict[str, dict[str, Any]] = {}
         self.intact: set[str] = set()  # The states that this process has written itself or read completely.
         self._reading = threading.Lock()
@@ -86,7 +85,6 @@ class SqliteStore:
         for state in self.states.iterdir():
             if not (state / "manifest.json").exists():
                 shutil.rmtree(state)
-        self.method = choose(self.folder)
 
     # -- states ------------------------------------------------------------------------------------------------------
 
@@ -153,10 +151,9 @@ class SqliteStore:
         if part in self.intact:
             return True
         try:
-            # Earlier versions wrote no digests; such a state is taken as it is.
-            digests = self._manifest(part).get("digests", {})
+            digests = self._manifest(part)["digests"]
             whole = all(file_digest(self.states / part / name) == digest for name, digest in digests.items())
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
             whole = False
         if whole:
             self.intact.add(part)
@@ -180,11 +177,11 @@ class SqliteStore:
             database = file_digest(folder / "db")
         else:
             # Share the database file, and copy the log up to the state's last frame.
-            self._clone(fork.path, folder / "db")
+            clone(fork.path, folder / "db")
             if length:
                 best_copy(wal_of(fork.path), wal_of(folder / "db"), length=length)
             kept, added = replace(state, part=part), length
-            database = self._database_digest(fork.origin.part)
+            database = self._manifest(fork.origin.part)["digests"]["db"]
         added += len(pages)
         self._finish(folder, part, frames=kept.frames, size_bytes=added, database=database)
         return kept, added
@@ -204,11 +201,11 @@ class SqliteStore:
         # what `Pages.save` returns for the state. If it fails, nothing stays.
         folder, part = self._new(), f"s-{secrets.token_hex(12)}"
         try:
-            self._clone(self.path(root), folder / "db")
+            clone(self.path(root), folder / "db")
             frames, pages = build(folder / "db")
             (folder / "pages").write_bytes(pages)
             added = len(pages) + (wal_of(folder / "db").stat().st_size if frames else 0)
-            self._finish(folder, part, frames=frames, size_bytes=added, database=self._database_digest(root))
+            self._finish(folder, part, frames=frames, size_bytes=added, database=self._manifest(root)["digests"]["db"])
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -218,11 +215,6 @@ class SqliteStore:
         folder = self.states / f"new-{secrets.token_hex(8)}"
         folder.mkdir()
         return folder
-
-    def _database_digest(self, part: str) -> str:
-        """Return the digest of a state's database file, which is read only if an earlier version wrote the state."""
-        known: str | None = self._manifest(part).get("digests", {}).get("db")
-        return known or file_digest(self.path(part))
 
     def _finish(
         self, folder: Path, part: str, *, frames: int, size_bytes: int, database: str, durable: bool = False
@@ -260,22 +252,12 @@ class SqliteStore:
         folder = self.forks / secrets.token_hex(8)
         folder.mkdir()
         source = self.path(state.part)
-        self._clone(source, folder / "db")
+        clone(source, folder / "db")
         if state.frames:
             # The fork appends to its log, so it needs a log of its own.
             best_copy(wal_of(source), wal_of(folder / "db"))
-        return Fork(folder / "db", hold(folder / "db"), self._pages(state), state)
-
-    def _pages(self, state: DatabaseState) -> Path | None:
-        saved = self.states / state.part / "pages"
-        return saved if saved.exists() else None
-
-    def _clone(self, source: Path, target: Path) -> None:
-        try:
-            clone(self.method, source, target)
-        except OSError:
-            # File systems limit the links to one file (ext4: 65,000).
-            best_copy(source, target)
+        pages = self.states / state.part / "pages"
+        return Fork(folder / "db", hold(folder / "db"), pages if pages.exists() else None, state)
 
 
 @dataclass(frozen=True, slots=True)

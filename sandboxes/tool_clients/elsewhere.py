@@ -34,22 +34,9 @@ async def send(
 ) -> None:
     """Send a request and pass its response to the listener.
 
-    Args:
-        base_url: Scheme, host and port, and the path that precedes every target. The target changes none of them.
-        method: The method of the request.
-        target: The path below the base URL, with its query; begins with a slash.
-        headers: The headers; framing and `Host` are added.
-        body: The body, or its pieces.
-        length: The body's length in bytes.
-        listener: Receives the response.
-        silence_s: Longest time until the head of the response, and between two pieces of its body.
-
-    Raises:
-        InvalidRequestError: A part of the request has characters that are not allowed there.
-        MalformedResponseError: The response is not HTTP, or is incomplete.
-        TimeoutError: The server was silent for too long.
-        UnreachableError: No connection to the server could be made.
-        OSError: The connection broke.
+    `target` is the path below the base URL, with its query. Framing and `Host` are added to the headers. `silence_s` is
+    the longest time until the head of the response, and between two pieces of its body. Raises InvalidRequestError,
+    UnreachableError, MalformedResponseError, TimeoutError, or OSError if the connection broke.
     """
     base = urlsplit(base_url)
     head = request_head(method, base.path.rstrip("/") + target, headers, base.netloc.rpartition("@")[2], length)

@@ -35,11 +35,7 @@ PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
 """The progress token of every request: progress is always requested, so that the record holds it for later clients."""
 CANCEL_S = 5.0
 """How long a server may take to answer after a request to cancel. Some never answer then."""
-HELLO: Message = {
-    "protocolVersion": VERSION,
-    "capabilities": {},
-    "clientInfo": {"name": "forkpoint", "version": "1"},
-}
+HELLO: Message = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "forkpoint", "version": "1"}}
 """The parameters of `initialize`."""
 _REFUSALS = {
     "sampling/createMessage": "Sampling not supported",
@@ -95,13 +91,7 @@ class McpTransport(Protocol):
         ...
 
     async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
-        """Send a request and pass on the server's messages until `receive` returns True.
-
-        Raises:
-            MalformedResponseError: A message is not JSON-RPC, is too large, or the response is missing.
-            OSError: The server closed the connection.
-            TimeoutError: The server was silent for `silence_s`.
-        """
+        """Send a request and pass on the server's messages until `receive` returns True; errors as of `request`."""
         ...
 
     async def send(self, message: Message, silence_s: float) -> None:

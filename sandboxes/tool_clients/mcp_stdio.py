@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import orjson
 
+from sandboxes.linux.descriptors import unread_bytes
 from sandboxes.tool_clients.descriptors import wait_until_ready, write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.json_text import parse_json
@@ -34,6 +35,7 @@ class StdioTransport:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
         self._received_bytes = 0
+        self._began_at = 0  # Of the last line: how many bytes had come before it.
         for fd in fds:
             os.set_blocking(fd, False)
 
@@ -47,11 +49,12 @@ class StdioTransport:
 
     async def exchange(self, request: Message, receive: Receive, silence_s: float) -> None:
         """Send a request, and pass on lines up to its response."""
+        # Responses that came before the request: of a conversation that was cut off, or of a server that answers twice.
+        earlier_bytes = self._received_bytes + unread_bytes(self._read_fd)
         await self.send(request, silence_s)
         while True:
             message = await self._next(silence_s)
-            # The response to an earlier request, of a conversation that was cut off, may still be in the pipe.
-            stale = "method" not in message and message.get("id") != ID
+            stale = "method" not in message and (message.get("id") != ID or self._began_at < earlier_bytes)
             if not stale and await receive(message):
                 return
 
@@ -68,6 +71,7 @@ class StdioTransport:
         while True:
             line, newline, rest = self._buffer.partition(b"\n")
             if newline:
+                self._began_at = self._received_bytes - len(self._buffer)
                 self._buffer = rest
                 message = _parse(bytes(line)) if line.strip() else None
                 # Only the first line can be half; every later one begins after a line end.

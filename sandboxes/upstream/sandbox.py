@@ -47,13 +47,7 @@ _REPLACED_HEADERS = frozenset({"host", "content-length", "expect", "cookie"})
 class HttpSandbox:
     """One rollout's sessions with the servers of a spec; see `sandboxes.driver.ServingSandbox`."""
 
-    def __init__(
-        self,
-        name: str,
-        spec: EnvironmentSpec,
-        folder: Path,
-        closed: "Callable[[HttpSandbox], None]",
-    ) -> None:
+    def __init__(self, name: str, spec: EnvironmentSpec, folder: Path, closed: "Callable[[HttpSandbox], None]") -> None:
         self.id, self.alive = name, True
         self._spec, self._folder, self._closed = spec, folder, closed
         self._sessions: dict[str, UpstreamSession] = {}

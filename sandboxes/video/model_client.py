@@ -93,8 +93,7 @@ class ModelClient:
         vectors: list[Vector] = orjson.loads(answer)
         return vectors
 
-    # -- one request per question
-    # -------------------------------------------------------------------------------------------------
+    # -- one request per question -------------------------------------------------------------------------------------
 
     async def _answer(
         self, model: VideoModel, path: str, payload: dict[str, Any], read: Callable[[Any], bytes], *, fresh: bool

@@ -64,12 +64,7 @@ class CriuConversation:
         will pass as descriptors, or raises: then nothing is dumped. `on_dumped` is awaited when the images are written,
         while the processes are still frozen.
         """
-        options = {
-            "pid": pid,
-            "leave_running": True,
-            "ghost_limit": MAX_GHOST_BYTES,
-            "irmap_scan_paths": watched,
-        }
+        options = {"pid": pid, "leave_running": True, "ghost_limit": MAX_GHOST_BYTES, "irmap_scan_paths": watched}
         # Without the first hook, agents could lead CRIU to the host: a CRIU that has no such stage must not dump.
         stages = await self._operate("DUMP", options, {"query-ext-files": on_held, "post-dump": on_dumped})
         if "query-ext-files" not in stages:

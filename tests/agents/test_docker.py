@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -153,6 +154,21 @@ def test_restart_keeps_files_and_ends_processes(proxy: Proxy, task: str, user: s
         inspect = "cat file; grep -cax 'sleep.1000.' /proc/[0-9]*/cmdline | grep -c :1"
         assert container.exec_run(["sh", "-c", inspect]).output == b"here\n0\n"
         container.remove(force=True)
+
+
+def test_processes_of_a_stopped_container_write_nothing_more(proxy: Proxy, task: str) -> None:
+    """Its files can be copied, and are those of the moment at which it stopped."""
+    with sdk(proxy, task, "a") as client:
+        container = client.containers.run("any:1", "sleep infinity", detach=True)
+        container.exec_run(["sh", "-c", "while sleep .01; do echo x >> file; done >/dev/null 2>&1 &"])
+        container.stop()
+        copies = []
+        for _ in range(2):
+            copies.append(b"".join(container.get_archive("/root/file")[0]))
+            time.sleep(0.3)
+        assert copies[0] == copies[1]
+        assert b"x" in copies[0]
+        container.remove()
 
 
 def test_unknown_image_is_not_found(proxy: Proxy) -> None:

@@ -9,7 +9,7 @@ from tests.agents.serving import real_proxy
 from tests.agents.test_swe_rex import REQUIREMENTS, SERVER, plain
 from tests.machine import require_criu
 
-GROUP = ("a1", "a2", "a3", "a4", "a5", "a6")
+GROUP = ("a1", "a2", "a3")
 REPOSITORY = (
     "mkdir repo && cd repo && git init -q . && printf 'one\\nbug\\n' > main.py && git add . && "
     "git -c user.name=n -c user.email=e commit -q -m first && touch /root/.bashrc"

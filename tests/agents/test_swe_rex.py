@@ -18,7 +18,7 @@ import pytest
 from forkpoint.ephemeral_proxy import free_port
 from tests.agents.clients import PYTHON, packages, run
 from tests.agents.serving import Proxy, real_proxy
-from tests.machine import require_criu, require_sandboxes, wait_until
+from tests.machine import PLAIN, require_criu, require_sandboxes, wait_until
 
 REQUIREMENTS = ("swe-rex==1.4.0", "aiohttp")
 SERVER = "exec python3 -m swerex.server --host 127.0.0.1 --port 9000 --auth-token token"
@@ -26,7 +26,7 @@ ATTEMPTS = 3
 """How often answers are collected until they are the original's. The project gives bash 0.1 s for a prompt. If a prompt
 comes later, its own server too takes it for the end of the next command, whose output then shows one answer too late.
 """
-GROUP = ("p1", "p2", "p3", "p4", "p5", "p6")
+GROUP = ("p1", "p2", "p3")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def directly(place: Path, work: str) -> Iterator[str]:
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(url, headers={"X-API-Key": "token"}, trust_env=False).is_success
+        return httpx.get(url, headers={"X-API-Key": "token"}, trust_env=False, verify=PLAIN).is_success
     except httpx.TransportError:
         return False
 

@@ -6,7 +6,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import orjson
 import pytest
@@ -18,8 +19,11 @@ from sandboxes.effects import Effect
 from sandboxes.linux import spawn
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
+from sandboxes.shell_files import copies
 from sandboxes.spec import EnvironmentSpec, Limits
 from snapshots.criu.checkpoints import CriuCheckpointer
+
+DriverT = TypeVar("DriverT", bound=Driver)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="checks control groups and mounts, which need root")
 needs_forks = pytest.mark.skipif(not Path(spawn.ANCHOR).exists(), reason="no C compiler has made the library")
@@ -107,14 +111,70 @@ async def opened(driver: Driver) -> AsyncIterator[Driver]:
         await driver.aclose()
 
 
-def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: Any) -> None:
-    """Run test on a fresh sandbox of the local driver, which freezes no live processes."""
+class _KeptDriver:
+    """A local driver that stays open from test to test: to open and close one takes longer than most of the tests."""
+
+    def __init__(self) -> None:
+        self._offers: WeakKeyDictionary[Driver, tuple[object, Callable[[], LocalDriver]]] = WeakKeyDictionary()
+        self._open: tuple[object, asyncio.Runner, LocalDriver] | None = None
+
+    def offer(self, key: object, make: Callable[[Path], LocalDriver], data_dir: Path) -> LocalDriver:
+        """Return a driver that is not open, for which `run` uses the one that is kept open under this key."""
+        # A test may have replaced how shells are made, which a driver looks at once.
+        driver, key = make(data_dir), (key, data_dir, copies.made_or_none)
+        self._offers[driver] = key, lambda: make(data_dir / "kept")
+        return driver
+
+    def run(self, driver: Driver, test: Callable[[Any], Awaitable[None]]) -> bool:
+        """Run a test, unless this driver was not offered; close the sandboxes that the test leaves."""
+        if (offer := self._offers.get(driver)) is None:
+            return False
+        key, make = offer
+        if self._open is None or self._open[0] != key:
+            self.close()
+            self._open = key, asyncio.Runner(), make()
+            self._open[1].run(self._open[2].open())
+        _, runner, kept = self._open
+
+        async def go() -> None:
+            try:
+                await test(kept)
+            finally:
+                for sandbox in kept.sandboxes:
+                    await sandbox.close()
+
+        runner.run(go())
+        return True
+
+    def close(self) -> None:
+        """Close the driver, if one is open."""
+        if self._open is not None:
+            (_, runner, driver), self._open = self._open, None
+            with runner:
+                runner.run(driver.aclose())
+
+
+kept_driver = _KeptDriver()
+
+
+def driven(driver: DriverT, test: Callable[[DriverT], Awaitable[None]]) -> None:
+    """Run a test with an opened driver: this one, or one that is kept open for several tests."""
 
     async def go() -> None:
-        async with opened(LocalDriver(data_dir)) as driver:
-            await test(await driver.start(EnvironmentSpec(**spec)))
+        async with opened(driver):
+            await test(driver)
 
-    asyncio.run(go())
+    if not kept_driver.run(driver, test):
+        asyncio.run(go())
+
+
+def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spec: Any) -> None:
+    """Run test on a fresh sandbox of a local driver, which freezes no live processes."""
+
+    async def go(driver: Driver) -> None:
+        await test(await driver.start(EnvironmentSpec(**spec)))
+
+    driven(kept_driver.offer("", LocalDriver, data_dir), go)
 
 
 SMALL = Limits(memory_mb=96, pids=32, disk_mb=24, timeout_s=20)

@@ -11,6 +11,7 @@ from sandboxes.linux import spawn
 from sandboxes.linux.files import remove_tree
 from sandboxes.shell_files import copies
 from tests.sandboxes import postgres_cluster as postgres
+from tests.sandboxes.box import kept_driver
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -22,6 +23,7 @@ def data_dir() -> Iterator[Path]:
     folder = Path(mkdtemp(prefix="forkpoint-test-", dir=os.environ.get("TEST_DATA", "/var/tmp")))
     folder.chmod(0o755)
     yield folder
+    kept_driver.close()
     remove_tree(folder)
 
 

@@ -14,18 +14,10 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError, SpecError
 from sandboxes.inspection import InspectableSandbox
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import file, opened, ran, run
+from tests.sandboxes.box import driven, file, ran, run
 
 Test = Callable[[Driver], Awaitable[None]]
 SPEC = EnvironmentSpec()
-
-
-def driven(driver: Driver, test: Test) -> None:
-    async def go() -> None:
-        async with opened(driver):
-            await test(driver)
-
-    asyncio.run(go())
 
 
 async def after(driver: Driver, *commands: str, spec: EnvironmentSpec = SPEC) -> Sandbox:
@@ -36,7 +28,7 @@ async def after(driver: Driver, *commands: str, spec: EnvironmentSpec = SPEC) ->
 
 
 class DriverContract:
-    """The suite. Each test gets a driver that nobody has opened yet.
+    """The suite. Each test gets a driver that nobody has opened, and runs with `driven`.
 
     checkpoints: whether it freezes live processes.
     """

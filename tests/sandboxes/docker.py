@@ -1,10 +1,8 @@
 """Drivers that give specs without an image one, and Docker for the tests that need a daemon."""
 
-import asyncio
 import functools
 import os
 import subprocess
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 from snapshots.criu.checkpoints import CriuCheckpointer
-from tests.sandboxes.box import opened
 from tests.sandboxes.image_archives import AGENT_COMMANDS, COMMANDS, bash_image, root_tar
 
 BASH_IMAGE, AGENT_IMAGE = (f"test-{kind}:1" for kind in ("bash", "agent"))
@@ -88,13 +85,3 @@ class OnImage(LocalDriver):
 
     async def restore(self, spec: EnvironmentSpec, frozen: FrozenState) -> LocalSandbox:
         return await super().restore(self._named(spec), frozen)
-
-
-def driven(driver: LocalDriver, test: Callable[[LocalDriver], Awaitable[None]]) -> None:
-    """Run a test with an opened driver."""
-
-    async def go() -> None:
-        async with opened(driver):
-            await test(driver)
-
-    asyncio.run(go())

@@ -17,7 +17,7 @@ from sandboxes.effects import Effect
 from sandboxes.errors import NotFreezableError
 from sandboxes.process_output import OUT, ending, output
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import Ran, opened, ran, run
+from tests.sandboxes.box import Ran, driven, ran, run
 from tests.sandboxes.terminals import sleepers
 
 SPEC = EnvironmentSpec()
@@ -71,11 +71,10 @@ class ProcessesSuite:
     spec = SPEC
 
     def driven(self, driver: Driver, test: Callable[[Sandbox], Awaitable[None]]) -> None:
-        async def go() -> None:
-            async with opened(driver):
-                await test(await driver.start(self.spec))
+        async def go(driver: Driver) -> None:
+            await test(await driver.start(self.spec))
 
-        asyncio.run(go())
+        driven(driver, go)
 
     def test_streams_stay_apart_and_stdin_ends(self, driver: Driver) -> None:
         """Stdout and stderr are kept apart, and stdin is read to its end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.inspection import Terminal, TerminalSandbox
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import opened, run
+from tests.sandboxes.box import driven, run
 
 WITHIN_S = 20.0
 
@@ -69,11 +69,10 @@ class TerminalsSuite:
     """Whether the image has what takes a shell's deafness to interrupts from it."""
 
     def driven(self, driver: Driver, test: Callable[[Sandbox], Awaitable[None]]) -> None:
-        async def go() -> None:
-            async with opened(driver):
-                await test(await driver.start(EnvironmentSpec()))
+        async def go(driver: Driver) -> None:
+            await test(await driver.start(EnvironmentSpec()))
 
-        asyncio.run(go())
+        driven(driver, go)
 
     def test_it_goes_on_from_the_main_session(self, driver: Driver) -> None:
         async def test(sandbox: Sandbox) -> None:

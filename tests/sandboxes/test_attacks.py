@@ -2,13 +2,15 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bench import attacks, attacks_on_data
+from sandboxes.driver import Driver
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import local_driver
+from tests.sandboxes.box import local_driver, opened
 from tests.sandboxes.docker import OnImage
 from tests.sandboxes.postgres_cluster import require_postgres
 
@@ -21,19 +23,25 @@ def through(outcomes: list[attacks_on_data.Outcome]) -> list[attacks_on_data.Out
     return [outcome for outcome in outcomes if not outcome.contained and outcome.name not in KNOWN]
 
 
-@pytest.mark.alone
-def test_nothing_gets_out_of_local_sandboxes(data_dir: Path) -> None:
+@pytest.mark.parametrize("driver", [local_driver, OnImage])
+def test_nothing_gets_out(driver: Callable[[Path], Driver], data_dir: Path) -> None:
     require_sandboxes()
-    ground = attacks.Ground("local", local_driver, {})
-    assert through(asyncio.run(attacks.attack_machine(ground, data_dir))) == []
-
-
-@pytest.mark.alone
-def test_nothing_gets_out_of_images(data_dir: Path) -> None:
-    require_sandboxes()
-    folder = data_dir / "attacked-image"
+    folder = data_dir / f"attacked-{driver.__name__}"
     folder.mkdir()
-    assert through(asyncio.run(attacks.attack_machine(attacks.Ground("image", OnImage, {}), folder))) == []
+    ground = attacks.Ground("", driver, {})
+    assert through(asyncio.run(attacks.attack_machine(ground, folder, holders=False))) == []
+
+
+@pytest.mark.alone
+def test_what_is_shared_is_left_to_others(data_dir: Path) -> None:
+    """The limits are those of the sandbox's user and control group, whatever its root."""
+    require_sandboxes()
+
+    async def hold() -> list[attacks_on_data.Outcome]:
+        async with opened(local_driver(data_dir)) as driver:
+            return await attacks.hold_shared(driver)
+
+    assert through(asyncio.run(hold())) == []
 
 
 def test_statements_reach_nothing_of_others(tmp_path: Path) -> None:

@@ -86,15 +86,7 @@ def without_members(entry: Path) -> None:
     entry.write_bytes(signed(b'{"tree": 1}'))
 
 
-def of_an_earlier_version(entry: Path) -> None:
-    entry.unlink()
-    entry.mkdir()
-    (entry / "manifest.json").write_bytes(b"{}")
-
-
-@pytest.mark.parametrize(
-    "damage", [half_written, empty, torn, of_another_kind, a_list, without_members, of_an_earlier_version]
-)
+@pytest.mark.parametrize("damage", [half_written, empty, torn, of_another_kind, a_list, without_members])
 def test_damaged_snapshots_are_removed_at_start(tmp_path: Path, damage: Any) -> None:
     store = opened(tmp_path)
     kept, damaged = (store.save(FROZEN, tree=1, node=node, cost_s=0.1) for node in (1, 2))
@@ -176,17 +168,3 @@ def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
         store.save(too_large, tree=1, node=1, cost_s=0.1)
     assert list(store) == []
     assert entries(tmp_path) == []
-
-
-def test_snapshots_of_an_earlier_version_are_kept(tmp_path: Path) -> None:
-    """That version wrote all files into one directory."""
-    saved = opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
-    [path] = snapshot_files(tmp_path)
-    path.rename(tmp_path / saved.id)
-    (tmp_path / "half").write_bytes(b"")
-    path.parent.rmdir()
-    store = opened(tmp_path)
-    assert [store.load(kept) for kept in store] == [FROZEN]
-    store.drop(saved)
-    assert entries(tmp_path) == []
-    assert not (tmp_path / "half").exists()

@@ -12,6 +12,7 @@
 # Clients may attach before the start. They are kept in `ContainerActivity.attached` until the main command begins.
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -32,9 +33,11 @@ from proxy.compat.docker.registry import KILLED_EXIT_CODE, ContainerActivity, Co
 from proxy.compat.docker.requests import DockerRequest
 from proxy.compat.docker.stream import StreamConnection
 from proxy.dialects.base import Local
+from proxy.execution.errors import StateLostError
 from proxy.refusals import RefusalError
-from proxy.tree.rollout import Rollout
+from proxy.tree.rollout import Rollout, is_moving
 from sandboxes.calls import ToolCall
+from sandboxes.errors import SandboxError
 from sandboxes.listener import Headers
 from sandboxes.process_output import ERR, OUT, ending, output
 from sandboxes.task_owner import TaskOwner
@@ -123,7 +126,7 @@ class ContainerLifecycle:
             return self._start_member(container)
         rollout = await self._registry.require_rollout(container)
         if container.state is ContainerState.EXITED:
-            # A stop ends every process. Nothing can observe that before the next start, so they are killed only now.
+            # A stop ends every process; here those of a call that was under way then.
             await self._calls.run(rollout, requests.kill_all())
             self._registry.activity(container).exited = asyncio.Event()
         self._note_start(container)
@@ -206,6 +209,12 @@ class ContainerLifecycle:
         if not container.is_running:
             return _NOT_MODIFIED
         self._registry.activity(container).detach()
+        rollout = None if container.project else self._registry.rollout(container)
+        # What its processes wrote from now on would be in copies of its files. A call under way has the sandbox.
+        if rollout is not None and is_moving(rollout.node) and not rollout.waiting:
+            # A container whose state cannot be had any more can be stopped all the same.
+            with contextlib.suppress(RefusalError, StateLostError, SandboxError):
+                await self._calls.run(rollout, requests.kill_all())
         await self._exit(container, KILLED_EXIT_CODE)
         return _NO_CONTENT
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from sandboxes.guest.anchors.anchor import Anchor
-from sandboxes.guest.anchors.shell_kit import EXPORTS, OPENED, PLACES, ShellKit, sign, unread_bytes
+from sandboxes.guest.anchors.shell_kit import EXPORTS, OPENED, PLACES, ShellKit, sign
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.users import User
+from sandboxes.linux.descriptors import unread_bytes
 from sandboxes.linux.spawn import BASH
 from sandboxes.shell_text import quote
 

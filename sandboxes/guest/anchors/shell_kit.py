@@ -13,12 +13,10 @@
 import contextlib
 import fcntl
 import os
-import struct
-import termios
 from collections.abc import Iterable, Mapping
 
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux.descriptors import close_all, overwrite
+from sandboxes.linux.descriptors import close_all, output_pipe, overwrite, unread_bytes
 
 TEXTS = (session_texts.RESTORE_FD, session_texts.LOOP_FD, session_texts.COMMAND_FD)
 """The shell's descriptors of texts."""
@@ -58,10 +56,7 @@ def new_pipes() -> tuple[dict[int, int], dict[int, int]]:
     """Return our ends and a shell's ends of its pipes, by the shell's own descriptor numbers."""
     ours, theirs = {}, {}
     for number in (1, 2, session_texts.DUMP_FD):
-        ours[number], theirs[number] = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(ours[number], False)
-        # A command that becomes another user may open /dev/stdout, which is this pipe, again.
-        os.fchmod(theirs[number], 0o666)
+        ours[number], theirs[number] = output_pipe()
     # Blocking at our end is harmless: a line is far shorter than the pipe, and the shell has read the last one.
     theirs[session_texts.GO_FD], ours[session_texts.GO_FD] = os.pipe2(os.O_CLOEXEC)
     # A fork of a template opens it again, as the user that the image names.
@@ -156,8 +151,3 @@ def changeable(fds: Mapping[int, int]) -> list[tuple[int, ...]]:
         if number in PIPES:
             facts.append((fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ), unread_bytes(fd)))
     return facts
-
-
-def unread_bytes(pipe: int) -> int:
-    """Return how many bytes are in a pipe."""
-    return int(struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0])

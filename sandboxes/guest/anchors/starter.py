@@ -4,9 +4,8 @@ import os
 import select
 import time
 
-from sandboxes.guest.anchors.shell_kit import unread_bytes
 from sandboxes.guest.bash import session as session_texts
-from sandboxes.linux.descriptors import write_out
+from sandboxes.linux.descriptors import unread_bytes, write_out
 
 PATIENCE_S = 10.0
 """How long an answer may take. It takes a millisecond; an agent that stops the process makes this time pass."""

@@ -27,10 +27,11 @@ import struct
 import time
 from collections.abc import Collection, Mapping
 
-from sandboxes.guest.anchors.shell_kit import TEMPLATE_REPLIES, TEMPLATE_REQUESTS, ShellKit, unread_bytes
+from sandboxes.guest.anchors.shell_kit import TEMPLATE_REPLIES, TEMPLATE_REQUESTS, ShellKit
 from sandboxes.guest.anchors.starter import PATIENCE_S, AnchorLostError, Starter
 from sandboxes.guest.bash.session import KEPT
 from sandboxes.linux import processes
+from sandboxes.linux.descriptors import unread_bytes
 from sandboxes.linux.live_state import passed_on
 from sandboxes.shell_text import ShellSession
 

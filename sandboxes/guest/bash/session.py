@@ -162,45 +162,13 @@ START = f'. /proc/self/fd/1000 2>/dev/null; {DEFINE}; \\builtin eval "$(</proc/s
 
 _FIELDS = 19
 """The number of fields in a whole dump, without the directory stack and the arguments."""
-_VOLATILE = frozenset(
-    [
-        "BASH",
-        "BASHOPTS",
-        "BASHPID",
-        "BASH_ALIASES",
-        "BASH_ARGC",
-        "BASH_ARGV",
-        "BASH_ARGV0",
-        "BASH_CMDS",
-        "BASH_COMMAND",
-        "BASH_EXECUTION_STRING",
-        "BASH_LINENO",
-        "BASH_MONOSECONDS",
-        "BASH_REMATCH",
-        "BASH_SOURCE",
-        "BASH_SUBSHELL",
-        "BASH_TRAPSIG",
-        "BASH_VERSINFO",
-        "BASH_VERSION",
-        "COMP_WORDBREAKS",
-        "DIRSTACK",
-        "EPOCHREALTIME",
-        "EPOCHSECONDS",
-        "EUID",
-        "FUNCNAME",
-        "GROUPS",
-        "HISTCMD",
-        "LINENO",
-        "PIPESTATUS",
-        "PPID",
-        "RANDOM",
-        "SECONDS",
-        "SHELLOPTS",
-        "SRANDOM",
-        "UID",
-        "_",
-    ]
-)
+_VOLATILE = {
+    "BASH", "BASHOPTS", "BASHPID", "BASH_ALIASES", "BASH_ARGC", "BASH_ARGV", "BASH_ARGV0", "BASH_CMDS", "BASH_COMMAND",
+    "BASH_EXECUTION_STRING", "BASH_LINENO", "BASH_MONOSECONDS", "BASH_REMATCH", "BASH_SOURCE", "BASH_SUBSHELL",
+    "BASH_TRAPSIG", "BASH_VERSINFO", "BASH_VERSION", "COMP_WORDBREAKS", "DIRSTACK", "EPOCHREALTIME", "EPOCHSECONDS",
+    "EUID", "FUNCNAME", "GROUPS", "HISTCMD", "LINENO", "PIPESTATUS", "PPID", "RANDOM", "SECONDS", "SHELLOPTS",
+    "SRANDOM", "UID", "_",
+}  # fmt: skip
 _OWN = "__session"
 """The beginning of the names of our own variables."""
 _OFF = "off"

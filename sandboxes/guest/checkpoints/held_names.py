@@ -33,7 +33,8 @@ import stat
 from sandboxes.guest.checkpoints import lost_settings
 from sandboxes.guest.checkpoints.looking import NotDumpableError, in_child, taken
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.descriptors import Opened, memory_device
+from sandboxes.linux.user_counts import under_way
 
 _DELETED = b" (deleted)"
 """What the kernel appends to the name of a file without a directory entry (proc_pid_fd(5))."""
@@ -76,7 +77,8 @@ class HeldNames:
         # Times of the last access and change, in ns since 1970, by path: of what a restore touches.
         self.times: dict[str, list[int]] = {}
         self._plain: set[bytes] = set()
-        self._memory = _device_of_shared_memory()
+        # As `maps` has it (proc_pid_maps(5)).
+        self._memory = b"%02x:%02x" % (os.major(memory_device()), os.minor(memory_device()))
         self._mounts: dict[bytes, int] = {}
         self._descriptors: list[tuple[int, int, bytes]] = []
         self._count = self._noted_bytes = 0
@@ -139,11 +141,8 @@ class HeldNames:
             # Namespaces, and names that the kernel cannot reach from this root. With io_uring the kernel itself writes
             # while the processes stand still.
             raise UnsafeNameError(f"process {pid} holds {_text(path)}")
-        elif path.startswith(b"socket:["):
-            with open(f"/proc/{pid}/fdinfo/{link[3:]}", "rb") as file:  # noqa: PTH123
-                under_way = [line for line in file if line.startswith(b"scm_fds:")]
-            if any(int(line.split()[1]) for line in under_way):
-                raise UnsafeNameError(f"process {pid} has a socket with descriptors under way")
+        elif path.startswith(b"socket:[") and under_way(f"/proc/{pid}/fdinfo/{link[3:]}"):
+            raise UnsafeNameError(f"process {pid} has a socket with descriptors under way")
 
     def _require_no_kernel_file(self, path: bytes, subject: str) -> None:
         if path.startswith(self._kernel_mounts) and path not in _KERNEL_FILES:
@@ -246,13 +245,6 @@ def _require_same(path: bytes, held: os.stat_result, subject: str) -> None:
         raise UnsafeNameError(f"{subject}, which is not there any more")
 
 
-def _device_of_shared_memory() -> bytes:
-    """Return the device of all shared memory, which no agent can mount, as `maps` has it (proc_pid_maps(5))."""
-    with Opened(os.memfd_create("look", os.MFD_CLOEXEC)) as memory:
-        device = os.fstat(memory).st_dev
-    return b"%02x:%02x" % (os.major(device), os.minor(device))
-
-
 def _require_plain(path: bytes, held: os.stat_result | None, subject: str) -> None:
     """Raise unless a name leads to what is held, without a link, or to the place of a file that was deleted."""
     # Of what is known by its name only, `held` is None.
@@ -285,10 +277,8 @@ def _look_up(path: bytes, subject: str) -> os.stat_result | None:
         if error.errno == errno.ELOOP:
             raise UnsafeNameError(f"{subject}, and a link has taken a place in that path") from error
         raise
-    try:
+    with Opened(fd):
         status = os.fstat(fd)
-    finally:
-        os.close(fd)
     if stat.S_ISLNK(status.st_mode):
         raise UnsafeNameError(f"{subject}, and a link has taken that name")
     return status

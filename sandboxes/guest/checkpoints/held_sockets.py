@@ -15,7 +15,8 @@ import select
 import socket
 from collections.abc import Mapping
 
-from sandboxes.guest.checkpoints.looking import NotDumpableError, counted, taken
+from sandboxes.guest.checkpoints.looking import NotDumpableError, taken
+from sandboxes.linux.descriptors import counted
 
 _ANY = (2, 12, 29, 35, 37, 40, 41, 42, 43, 45, 46, 47, 60, 63, 64, 73, 74, 75, 76, 82, 83, 44)
 """Options of SOL_SOCKET, such as SO_PRIORITY, SO_TIMESTAMP and SO_PASSPIDFD (asm-generic/socket.h). They are set after

@@ -12,8 +12,9 @@ import select
 import termios
 from typing import Any
 
-from sandboxes.guest.checkpoints.looking import NotDumpableError, counted, taken
+from sandboxes.guest.checkpoints.looking import NotDumpableError, taken
 from sandboxes.linux import syscalls as kernel
+from sandboxes.linux.descriptors import counted, unread_bytes
 
 _TIOCSTI = 0x5412
 """Puts a byte into the input of a terminal (tty_ioctl(4))."""
@@ -32,10 +33,10 @@ def require_quiet_terminal(path: str, subject: str) -> None:
         if counted(fd, _TIOCGEXCL):
             raise NotDumpableError(f"the terminal {subject} is for its holders only, and a checkpoint loses that")
         settings = termios.tcgetattr(fd)
-        if counted(fd, termios.FIONREAD) >= _FULL:
+        if unread_bytes(fd) >= _FULL:
             raise NotDumpableError(f"more input waits at the terminal {subject} than a restore surely brings back")
         reason = f"input waits at the terminal {subject}, and a checkpoint does not hold it"
-        if settings[3] & (termios.ICANON | termios.ECHO) and counted(fd, termios.FIONREAD):
+        if settings[3] & (termios.ICANON | termios.ECHO) and unread_bytes(fd):
             raise NotDumpableError(reason)
         if settings[3] & termios.ICANON and _is_being_typed(fd, settings, reason):
             raise NotDumpableError(reason)
@@ -48,7 +49,7 @@ def require_quiet_master(pid: int, number: int) -> None:
     with taken(pid, number) as fd:
         if _events(fd) & select.POLLHUP:
             raise NotDumpableError(f"process {pid} holds a terminal whose other end is closed, and a restore opens it")
-        if counted(fd, termios.FIONREAD) >= _FULL:
+        if unread_bytes(fd) >= _FULL:
             raise NotDumpableError(
                 f"more output waits at a terminal of process {pid} than a restore surely brings back"
             )
@@ -61,7 +62,7 @@ def _is_being_typed(fd: int, settings: list[Any], reason: str) -> bool:
     typed = b""
     termios.tcsetattr(fd, termios.TCSANOW, _with_local(settings, off=termios.ICANON | termios.ECHO))
     try:
-        if count := counted(fd, termios.FIONREAD):
+        if count := unread_bytes(fd):
             typed = os.read(fd, count)
     finally:
         quiet = termios.ECHO | termios.ISIG | termios.IEXTEN

@@ -1,9 +1,7 @@
 """How the processes of a sandbox are looked at while CRIU holds them still."""
 
 import contextlib
-import fcntl
 import os
-import struct
 from collections.abc import Callable, Iterator
 
 from sandboxes.linux import syscalls as kernel
@@ -53,8 +51,3 @@ def described(pid: int, number: int) -> list[tuple[str, str]]:
     with open(f"/proc/{pid}/fdinfo/{number}") as file:  # noqa: PTH123
         pairs = (line.partition(":") for line in file)
         return [(name.strip(), text.strip()) for name, _, text in pairs]
-
-
-def counted(fd: int, request: int) -> int:
-    """Return the number that an ioctl answers with."""
-    return int(struct.unpack("i", fcntl.ioctl(fd, request, bytes(4)))[0])

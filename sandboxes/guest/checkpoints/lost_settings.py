@@ -16,13 +16,12 @@ import contextlib
 import json
 import os
 import stat
-import termios
 from collections.abc import Iterable
 
 from sandboxes.guest.checkpoints.held_sockets import HeldSockets, set_options
 from sandboxes.guest.checkpoints.held_terminals import require_quiet_master, require_quiet_terminal
-from sandboxes.guest.checkpoints.looking import NotDumpableError, counted, described, in_child, taken
-from sandboxes.linux.descriptors import Opened
+from sandboxes.guest.checkpoints.looking import NotDumpableError, described, in_child, taken
+from sandboxes.linux.descriptors import Opened, unread_bytes
 from sandboxes.linux.live_state import TERMINALS, inherited
 
 _FILES = {"coredump_filter": "0x", "timerslack_ns": ""}
@@ -140,7 +139,7 @@ def _require_saved(pid: int, number: int, target: str) -> None:
 
 def _require_plain_watches(pid: int, number: int, where: str) -> None:
     with taken(pid, number) as fd:
-        if counted(fd, termios.FIONREAD):
+        if unread_bytes(fd):
             raise NotDumpableError(f"{where}an inotify queue with unread events, and a checkpoint does not hold them")
     watches = [text.partition("mask:")[2].split() for name, text in described(pid, number) if name == "inotify wd"]
     if any(int(mask[0], 16) & ~_PLAIN_EVENTS for mask in watches):

@@ -3,7 +3,9 @@
 import os
 import stat
 from collections.abc import Iterable, Iterator
-from functools import cache
+
+from sandboxes.linux.descriptors import memory_device
+from sandboxes.linux.user_counts import under_way
 
 MAX_DESCRIPTORS = 20_000
 """The most descriptors that one look reads, in 0.2 s. A sandbox may have some ten million: 512 threads share 65,536.
@@ -24,7 +26,7 @@ def size_bytes(pids: Iterable[int]) -> int:
             status = os.stat(path)  # noqa: PTH116 - pathlib is not loaded in pid 1
         except OSError:
             continue
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_dev != _memory():
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0 and status.st_dev != memory_device():
             found[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(found.values())
 
@@ -58,18 +60,9 @@ def _descriptors(pids: Iterable[int], *, strictly: bool = False) -> Iterator[str
             continue
 
 
-@cache
-def _memory() -> int:
-    fd = os.memfd_create("device")
-    try:
-        return os.fstat(fd).st_dev
-    finally:
-        os.close(fd)
-
-
 def _maps_deleted(pid: int) -> bool:
     """Return whether a process maps a deleted file; `PermissionError` if it does not show what it maps."""
-    memory = f"{os.major(_memory()):02x}:{os.minor(_memory()):02x}".encode()
+    memory = b"%02x:%02x" % (os.major(memory_device()), os.minor(memory_device()))
     try:
         with open(f"/proc/{pid}/maps", "rb") as file:  # noqa: PTH123
             rows = (line.split(maxsplit=5) for line in file if line.endswith(b" (deleted)\n"))
@@ -80,10 +73,6 @@ def _maps_deleted(pid: int) -> bool:
 
 def _carries_descriptors(path: str) -> bool:
     try:
-        if not os.readlink(path).startswith("socket:"):  # noqa: PTH115
-            return False
-        with open(path.replace("/fd/", "/fdinfo/"), "rb") as file:  # noqa: PTH123
-            # How many descriptors wait in the socket to be received (proc_pid_fdinfo(5)).
-            return any(line.startswith(b"scm_fds:") and line.split()[1] != b"0" for line in file)
+        return os.readlink(path).startswith("socket:") and bool(under_way(path.replace("/fd/", "/fdinfo/")))  # noqa: PTH115
     except (FileNotFoundError, ProcessLookupError):
         return False

@@ -16,7 +16,7 @@ import os
 import stat
 from typing import NamedTuple
 
-from sandboxes.linux.descriptors import open_unnoticed
+from sandboxes.linux.descriptors import Opened, open_unnoticed
 from sandboxes.linux.file_flags import flags_of
 
 HASH_BYTES = 16
@@ -52,11 +52,8 @@ def of_entry(name: str, status: os.stat_result, folder: int, marks: str, shared:
     """Return the hashes of an entry that is no directory. `marks` is the prefix of overlayfs' own attributes there."""
     # `shared` is the path that stands for its inode if there are several: writing to one path changes all.
     if stat.S_ISREG(status.st_mode):
-        fd = open_unnoticed(name, _OPENED, within=folder)
-        try:
+        with Opened(open_unnoticed(name, _OPENED, within=folder)) as fd:
             inside, flags, attributes = _file_content(fd, status.st_size), flags_of(fd), _attributes(fd, marks)
-        finally:
-            os.close(fd)
     else:
         # A FIFO or a link cannot be opened for this, and there is no form of the call with a directory.
         inside, flags = content(name, status, folder), 0
@@ -75,11 +72,8 @@ def content(name: str, status: os.stat_result, folder: int) -> bytes:
         return _hash(os.fsencode(os.readlink(name, dir_fd=folder)))
     if not stat.S_ISREG(status.st_mode):
         return b""
-    fd = open_unnoticed(name, _OPENED, within=folder)
-    try:
+    with Opened(open_unnoticed(name, _OPENED, within=folder)) as fd:
         return _file_content(fd, status.st_size)
-    finally:
-        os.close(fd)
 
 
 def _what(

@@ -64,8 +64,10 @@ def _perform(tool: str, fields: dict[str, Any], body: bytes) -> FileAnswer | Res
     match tool:
         case "put":
             return _put(fields["path"], fields.get("mode"), body)
-        case "get" | "entries":
-            return _look(tool, fields)
+        case "get":
+            return _get(fields["path"], fields["limit_bytes"])
+        case "entries":
+            return _entries(fields["paths"], fields["content_bytes"])
         case "delete":
             return _delete(fields["path"])
         case "unpack":
@@ -168,21 +170,8 @@ def _listing(path: str) -> list[dict[str, Any]]:
             status = entry.stat(follow_symlinks=False)
             # JSON holds Unicode only, and a file's name may be any bytes.
             name = os.fsencode(entry.name).decode(errors="replace")
-            entries.append({"name": name, "type": _type(status.st_mode), "size": status.st_size})
+            entries.append({"name": name, "type": user_files.type_of(status), "size": status.st_size})
     return sorted(entries, key=lambda entry: str(entry["name"]))
-
-
-def _type(mode: int) -> str:
-    for is_type, name in ((stat.S_ISREG, "file"), (stat.S_ISDIR, "directory"), (stat.S_ISLNK, "symlink")):
-        if is_type(mode):
-            return name
-    return "other"
-
-
-def _look(tool: str, fields: dict[str, Any]) -> FileAnswer:
-    if tool == "get":
-        return _get(fields["path"], fields["limit_bytes"])
-    return _entries(fields["paths"], fields["content_bytes"])
 
 
 def _entries(paths: list[str], content_bytes: int) -> FileAnswer:
@@ -197,7 +186,7 @@ def _entries(paths: list[str], content_bytes: int) -> FileAnswer:
 def _entry(path: str, content_bytes: int) -> dict[str, Any]:
     status = os.lstat(path)
     facts = {
-        "kind": _type(status.st_mode), "mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid,
+        "kind": user_files.type_of(status), "mode": stat.S_IMODE(status.st_mode), "uid": status.st_uid,
         "gid": status.st_gid, "size_bytes": status.st_size,
     }  # fmt: skip
     if stat.S_ISLNK(status.st_mode):

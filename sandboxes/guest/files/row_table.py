@@ -15,8 +15,11 @@ import itertools
 import mmap
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
+
+from sandboxes.linux.descriptors import Opened
 
 _HEADER = struct.Struct("<4sIIQB3x")
 _ROW = struct.Struct("<16sqIB3x")
@@ -127,28 +130,14 @@ class RowTable:
     def place(self, mtime_ns: int) -> int:
         """Return the first place whose time is not before the given one."""
         # Bisection: a table of a million rows reads 20 of them.
-        low, high = 0, self._ordered
-        while low < high:
-            middle = (low + high) // 2
-            if self.at(middle)[0] < mtime_ns:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(self._ordered), mtime_ns, key=lambda place: self.at(place)[0])
 
     def _fields(self, number: int) -> tuple[bytes, int, int, int]:
         fields: tuple[bytes, int, int, int] = _ROW.unpack_from(self._data, self._rows_at + number * _ROW.size)
         return fields
 
     def _first(self, path: bytes) -> int:
-        low, high = 0, self._count
-        while low < high:
-            middle = (low + high) // 2
-            if self.path(middle) < path:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+        return bisect_left(range(self._count), path, key=self.path)
 
 
 def pack(rows: Iterable[tuple[bytes, Row | None]], content: int, order: int, *, complete: bool) -> bytes:
@@ -199,12 +188,10 @@ def check(data: bytes) -> None:
 
 def mapped(fd: int) -> RowTable | None:
     """Return the table in a file, which is mapped and closed here; None if the file is empty."""
-    try:
+    with Opened(fd):
         status = os.fstat(fd)
         # A device, which stands for no table, has no size either.
         return RowTable(memoryview(mmap.mmap(fd, 0, prot=mmap.PROT_READ))) if status.st_size else None
-    finally:
-        os.close(fd)
 
 
 def merged(tables: Iterable[RowTable]) -> dict[str, Row | None]:

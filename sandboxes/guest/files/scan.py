@@ -28,6 +28,7 @@ from sandboxes.guest.files.manifest import OPAQUE, Item, Manifest, of_items
 from sandboxes.guest.files.row_table import CLOCKED, FIXED, GONE, Row
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.linux import trees
+from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_copy import is_opaque, is_whiteout
 
 USER_MARKS, TRUSTED_MARKS = "user.overlay.", "trusted.overlay."
@@ -178,10 +179,8 @@ class UpperScan:
         upper = trees.open_below(roots.upper, path + "/")
         if upper is None:
             return False
-        try:
+        with Opened(upper):
             return is_opaque(upper, self._marks)
-        finally:
-            os.close(upper)
 
     def _folder_row(self, path: str, upper: int, root: int | None) -> Row | None:
         status, before = os.fstat(upper), None if root is None else os.fstat(root)

@@ -162,6 +162,11 @@ def _run(tool: str, fields: dict[str, Any], path: str) -> Any:
     return {}
 
 
+def type_of(status: os.stat_result) -> str:
+    """Return what kind of entry this is, as answers name it."""
+    return next((name for is_type, name in _TYPES if is_type(status.st_mode)), "other")
+
+
 def _entry(path: str) -> dict[str, Any]:
     link = status = os.lstat(path)
     target = None
@@ -174,7 +179,7 @@ def _entry(path: str) -> dict[str, Any]:
     when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return {
         "name": _text(os.path.basename(path) or "/"), "path": _text(path),  # noqa: PTH119
-        "type": next((name for is_type, name in _TYPES if is_type(status.st_mode)), "other"),
+        "type": type_of(status),
         "size": status.st_size, "mode": stat.S_IMODE(status.st_mode), "permissions": stat.filemode(status.st_mode),
         "owner": _name(b"etc/passwd", status.st_uid), "group": _name(b"etc/group", status.st_gid),
         "modified": f"{when}.{nanoseconds:09d}Z", "link": None if target is None else _text(target),

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from sandboxes.guest.files.row_table import CLOCKED, Row
 from sandboxes.linux import trees
+from sandboxes.linux.descriptors import Opened
 
 _SECOND = 1_000_000_000
 _DIGEST_BYTES = 16
@@ -90,11 +91,9 @@ def give(top: int, times: Mapping[str, int]) -> None:
         inside = trees.open_below(top, f"{folder}/" if folder else "")
         if inside is None:
             raise FileNotFoundError(path)
-        try:
+        with Opened(inside):
             status = os.stat(name or ".", dir_fd=inside, follow_symlinks=False)
             os.utime(name or ".", ns=(status.st_atime_ns, mtime_ns), dir_fd=inside, follow_symlinks=False)
-        finally:
-            os.close(inside)
 
 
 def _digest(paths: list[str]) -> bytes:

@@ -5,6 +5,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,13 +14,17 @@ import pytest
 
 from proxy.cli.main import unknown_variables
 from sandboxes.linux.dir_lock import DirLock
+from tests import forks
 
 HTTP_ONLY = {"FORKPOINT_DRIVERS": '["http"]'}
 
 
 def started(*options: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `serve` until it fails."""
-    return inheriting((), *options, **environment)
+    with tempfile.NamedTemporaryFile("r") as log:
+        words = ["forkpoint", "serve", *options]
+        process = forks.server().fork(words, Path.cwd(), os.environ | HTTP_ONLY | environment, Path(log.name))
+        return subprocess.CompletedProcess(words, process.wait(60), "", log.read())
 
 
 def inheriting(descriptors: tuple[int, ...], *options: str, **environment: str) -> subprocess.CompletedProcess[str]:

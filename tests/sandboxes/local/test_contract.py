@@ -7,21 +7,21 @@ from sandboxes.driver import Driver
 from sandboxes.linux import syscalls as kernel
 from sandboxes.local.driver import LocalDriver
 from tests.machine import require_criu
-from tests.sandboxes.box import local_driver, run
-from tests.sandboxes.contract import CheckpointContract, MachineContract, after, driven
+from tests.sandboxes.box import driven, kept_driver, local_driver, run
+from tests.sandboxes.contract import CheckpointContract, MachineContract, after
 
 
 class TestLocalDriver(MachineContract):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
-        return LocalDriver(data_dir)
+        return kept_driver.offer(TestLocalDriver, LocalDriver, data_dir)
 
 
 class TestLocalDriverWithCriu(CheckpointContract):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
         require_criu()
-        return local_driver(data_dir)
+        return kept_driver.offer(TestLocalDriverWithCriu, local_driver, data_dir)
 
 
 class TestLocalDriverOnOlderKernels(CheckpointContract):
@@ -31,7 +31,7 @@ class TestLocalDriverOnOlderKernels(CheckpointContract):
     def driver(self, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
         require_criu()
         monkeypatch.setenv(kernel.OLDER_MOUNTS, "1")
-        return local_driver(data_dir)
+        return kept_driver.offer(TestLocalDriverOnOlderKernels, local_driver, data_dir)
 
     def test_the_layers_have_one_option(self, driver: Driver) -> None:
         """Else this would be the contract of newer kernels again."""

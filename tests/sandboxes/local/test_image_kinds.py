@@ -8,8 +8,7 @@ import pytest
 from sandboxes.effects import Effect
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import file, ran, run
-from tests.sandboxes.docker import driven
+from tests.sandboxes.box import driven, file, ran, run
 from tests.sandboxes.image_archives import busybox_image, configured, saved
 from tests.sandboxes.image_kinds import make_tiny, musl_image, packed, rhel_image
 

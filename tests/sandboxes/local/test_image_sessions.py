@@ -11,8 +11,8 @@ from sandboxes.effects import Effect
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
-from tests.sandboxes.box import opened, run
-from tests.sandboxes.docker import OnImage, driven
+from tests.sandboxes.box import driven, opened, run
+from tests.sandboxes.docker import OnImage
 from tests.sandboxes.image_archives import bash_image, busybox_image, sh_image
 from tests.sandboxes.session_contract import SessionContract
 

@@ -9,8 +9,8 @@ from sandboxes.effects import Effect
 from sandboxes.errors import SpecError, StateGoneError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import Archive, EnvironmentSpec
-from tests.sandboxes.box import file, run
-from tests.sandboxes.docker import OnImage, driven
+from tests.sandboxes.box import driven, file, run
+from tests.sandboxes.docker import OnImage
 from tests.sandboxes.image_archives import bash_image, busybox_image, configured, saved
 
 SPEC = EnvironmentSpec()

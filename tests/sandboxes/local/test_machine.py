@@ -22,7 +22,7 @@ from tests.sandboxes.conftest import execute_shells
 SPEC = EnvironmentSpec()
 
 
-def test_spares_follow_demand(data_dir: Path) -> None:
+def test_spares_follow_demand(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a burst as many sandboxes wait as it had, and without another one all but a few of them end."""
 
     async def go() -> None:
@@ -30,7 +30,7 @@ def test_spares_follow_demand(data_dir: Path) -> None:
             assert isinstance(driver, LocalDriver)
             machine = driver.machine
             # All sandboxes count as begun at once, however slowly this machine starts them.
-            machine._demand = SpareDemand(burst_s=3600.0)
+            monkeypatch.setattr("sandboxes.host.spare_demand._BURST_S", 3600.0)
             for sandbox in await asyncio.gather(*(driver.start(SPEC) for _ in range(5))):
                 await sandbox.close()
             await until(lambda: len(machine._spares) == 5)

@@ -6,14 +6,14 @@ import pytest
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.local.driver import LocalDriver
 from tests.machine import require_criu
-from tests.sandboxes.box import in_sandbox, local_driver, needs_forks, needs_root, opened, ran, run
+from tests.sandboxes.box import in_sandbox, kept_driver, local_driver, needs_forks, needs_root, opened, ran, run
 from tests.sandboxes.processes import SPEC, Audience, ProcessesSuite
 
 
 class TestLocalProcesses(ProcessesSuite):
     @pytest.fixture
     def driver(self, data_dir: Path) -> Driver:
-        return LocalDriver(data_dir)
+        return kept_driver.offer("", LocalDriver, data_dir)
 
 
 class TestLocalProcessesWithCriu:

@@ -17,8 +17,8 @@ from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.portability import NoImageError
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
-from tests.sandboxes.box import local_driver, needs_root, run
-from tests.sandboxes.docker import driven, require_docker
+from tests.sandboxes.box import driven, local_driver, needs_root, run
+from tests.sandboxes.docker import require_docker
 from tests.sandboxes.image_archives import PATH, bash_image, configured, root_tar
 from tests.sandboxes.images.image_files import tree
 from tests.sandboxes.images.test_archives import unpacked

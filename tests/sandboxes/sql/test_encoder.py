@@ -16,8 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import sandboxes
-from sandboxes.sql.encoder import json_bytes
-from sandboxes.sql.results import RowCollector, success
+from sandboxes.sql.results import RowCollector, json_bytes, success
 
 FLOATS = [
     0.0,
@@ -32,12 +31,11 @@ FLOATS = [
     1e-7,
     5e-324,
     2.2e-308,
-    1.8e308,
-    math.nan,
-    -math.inf,
+    1.7e308,
 ]
 CONTROLS = "".join(map(chr, range(33))) + '"\\/\x7f\u2028\U0001f600'
-scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), st.floats(), st.text())
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.one_of(st.none(), st.booleans(), st.integers(-(2**63), 2**64 - 1), FINITE, st.text())
 rows = st.lists(st.lists(scalars, max_size=4), max_size=4)
 surrogates = st.text(st.characters(categories=["Cs", "Ll"]))
 
@@ -78,12 +76,12 @@ def test_guest_and_proxy_give_equal_bytes(guest_result: Encode, values: list[lis
     assert guest_result(values) == success(["a"], RowCollector(100, 1 << 20).add_all(values))
 
 
-@given(st.one_of(scalars, rows, st.dictionaries(st.text(), rows)))
-@example(FLOATS)
-@example([CONTROLS])
-def test_bytes_are_those_of_orjson(value: Any) -> None:
-    """Recorded answers were written by orjson; a replay compares their bytes with new ones."""
-    assert json_bytes(value) == orjson.dumps(value)
+@given(st.one_of(rows, st.dictionaries(st.text(), rows)))
+@example([CONTROLS, 1e-7, 2**64 - 1])
+def test_bytes_are_compact_json(value: Any) -> None:
+    """The agent's client reads what was encoded, and the row limit counts bytes without spaces."""
+    assert orjson.loads(json_bytes(value)) == value
+    assert len(json_bytes(value)) <= len(json.dumps(value, ensure_ascii=False).encode())
 
 
 @given(surrogates)
@@ -93,6 +91,8 @@ def test_lone_surrogates_are_escaped(text: str) -> None:
 
 
 def test_other_objects_are_refused() -> None:
-    """A driver that forgets to encode a value must fail, not answer with its `repr`."""
-    with pytest.raises(TypeError, match="encode it as a database value"):
+    """A driver that forgets to encode a value must fail, not answer with its `repr` or with what is no JSON."""
+    with pytest.raises(TypeError, match="not JSON serializable"):
         json_bytes([b"blob"])
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        json_bytes([math.nan])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
-from sandboxes.guest.anchors.shell_kit import ShellKit, unread_bytes
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.anchors.template import ShellTemplate, can_stand_for, spares
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import restore_script
 from sandboxes.guest.shell import Shell
+from sandboxes.linux.descriptors import unread_bytes
 from sandboxes.shell_text import ShellSession
 from tests.machine import wait_until
 from tests.sandboxes.guest import forking_anchor
@@ -78,7 +78,7 @@ class Started:
 
     def __init__(self, anchor: NativeAnchor, script: bytes | None = None) -> None:
         assert anchor.kit is not None
-        self.kit: ShellKit = anchor.kit
+        self.kit = anchor.kit
         self.ends = self.kit.lend(restore_script(None, "/") if script is None else script)
         anchor.request_shell({"GIVEN": "x"}, template=True)
         pid = anchor.started()
