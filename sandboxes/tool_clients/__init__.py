@@ -1,5 +1,5 @@
 """Clients of tool servers, inside a sandbox or elsewhere: HTTP/1.1, WebSocket and MCP.
 
 Process: the proxy.
-May import: sandboxes, sandboxes.ipc.
+May import: sandboxes, sandboxes.ipc, sandboxes.linux.
 """
