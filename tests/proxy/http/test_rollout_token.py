@@ -135,7 +135,7 @@ def others(proxy: Running) -> Any:
 def routes(proxy: Running) -> Iterator[tuple[str, str]]:
     """Yield method and path of every route of the application, with the other rollout's names in them."""
     values = {"task": TASK, "rollout": "other", "node": "n1", "path": "index.html"}
-    pending: list[Any] = list(control_application(proxy.control).routes)
+    pending: list[Any] = list(control_application(proxy.control, proxy.engine).routes)
     while pending:
         route = pending.pop()
         if isinstance(route, APIRoute) or hasattr(route, "path"):
