@@ -19,7 +19,7 @@ from proxy.address import remove_address, url_of, write_address
 from proxy.control.parts import ControlPlane
 from proxy.control_app import control_application
 from proxy.dataplane.app import DataPlane
-from proxy.engine import build_engine
+from proxy.engine import Engine, build_engine
 from proxy.http.access import AccessError
 from proxy.http.browser_guard import BrowserGuard
 from proxy.server import server
@@ -55,20 +55,20 @@ def build(
 
         made = drivers if drivers is not None else _drivers(settings)
         engine = build_engine(settings, made, joined.gate, block=joined.membership.number)
-        return member_of(joined, engine, _guarded(ControlPlane(engine)))
+        return member_of(joined, engine, _guarded(engine, ControlPlane.over(engine)))
     # Each worker's store has numbers of its own, so that rollouts and nodes of different workers never share one.
     block = 0 if share is None else share.number
     engine = build_engine(settings, drivers if drivers is not None else _drivers(settings), block=block, share=share)
-    return assemble(ControlPlane(engine))
+    return assemble(engine, ControlPlane.over(engine))
 
 
-def assemble(control: ControlPlane) -> DataPlane:
+def assemble(engine: Engine, control: ControlPlane) -> DataPlane:
     """Return the application over existing parts: the data plane in front, the control plane behind it."""
-    return DataPlane(control.engine, _guarded(control))
+    return DataPlane(engine, _guarded(engine, control))
 
 
-def _guarded(control: ControlPlane) -> BrowserGuard:
-    return BrowserGuard(control.changes.around(control_application(control)), control.engine.names)
+def _guarded(engine: Engine, control: ControlPlane) -> BrowserGuard:
+    return BrowserGuard(control.changes.around(control_application(control, engine)), engine.names)
 
 
 class StartError(RuntimeError):

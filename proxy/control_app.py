@@ -18,6 +18,7 @@ from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.api import control_plane
 from proxy.control.routes.params import PROBLEM, WHOLE
+from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.lifecycle import BackgroundWork
 from proxy.refusals import MEDIA_TYPE, RefusalError
@@ -40,9 +41,8 @@ _FAULTS = 20
 """How many faults of a request its refusal lists: a body of 1 MB can have a hundred thousand."""
 
 
-def control_application(control: ControlPlane) -> FastAPI:
+def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
     """Return the application behind the data plane. The engine opens and closes with its lifespan."""
-    engine = control.engine
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -94,7 +94,7 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
     async def look() -> None:
         control.alerts.add(time.time(), metrics.values())
 
-    control.engine.lifecycle.background.append(BackgroundWork("alerts", EVERY_S, look))
+    control.lifecycle.background.append(BackgroundWork("alerts", EVERY_S, look))
 
     @app.get("/healthz", tags=["health"], name="get_health")
     async def healthz() -> dict[str, str]:
@@ -104,9 +104,9 @@ def _health(app: FastAPI, control: ControlPlane) -> None:
     @app.get("/readyz", tags=["health"], name="get_readiness", responses={503: PROBLEM})
     async def readyz() -> dict[str, str]:
         """Report that calls can be answered: each driver has run a trial, and the store can be written."""
-        if not control.engine.lifecycle.ready:
+        if not control.lifecycle.ready:
             raise RefusalError(503, "not-ready", "the store and the drivers are still opening. Try again soon.")
-        control.engine.store.database.check_writable()
+        control.store.database.check_writable()
         return {"status": "ready"}
 
     @app.get(
@@ -126,7 +126,7 @@ def _problems(app: FastAPI, control: ControlPlane) -> None:
     async def respond(_request: Request, error: Exception) -> Response:
         problem = problem_of(_refused(error))
         if problem.infrastructure:
-            control.engine.counts.failure(problem.slug)
+            control.counts.failure(problem.slug)
             log.error("request failed", problem=problem.slug, error=repr(error), exc_info=error)
         headers = {name.decode(): value.decode() for name, value in problem.headers() if name != b"cache-status"}
         return Response(problem.body(), status_code=problem.status, headers=headers, media_type=MEDIA_TYPE)

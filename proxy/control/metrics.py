@@ -38,7 +38,7 @@ class Metrics(Collector):
 
     @override
     def collect(self) -> Iterator[Metric]:
-        engine, counts = self._control.engine, self._control.engine.counts
+        control, counts = self._control, self._control.counts
         named = (
             "replayed_calls", "restores", "starts", "snapshots_taken", "evictions", "divergences", "root_changes",
             "warm_made", "warm_used", "model_tokens_saved",
@@ -49,8 +49,8 @@ class Metrics(Collector):
         for name, value in values.items():
             yield CounterMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=value)
         text = "Sandboxes that were closed for room before their rollouts had ended."
-        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=engine.pool.evicted)
-        video = engine.drivers.get("video")
+        yield CounterMetricFamily("forkpoint_sandboxes_evicted", text, value=control.pool.evicted)
+        video = control.drivers.get("video")
         if isinstance(video, VideoDriver):
             text = "Tokens that models of video tools counted."
             yield CounterMetricFamily("forkpoint_model_tokens", text, value=video.models.tokens)
@@ -81,7 +81,7 @@ class Metrics(Collector):
         yield from self._audits()
 
     def _times(self) -> Iterator[Metric]:
-        counts = self._control.engine.counts
+        counts = self._control.counts
         for name, text, times in (
             ("hit", "Hits: from the last byte of the request to the response.", counts.hit_s),
             ("start", "Starting a sandbox from nothing.", counts.start_s),
@@ -94,46 +94,46 @@ class Metrics(Collector):
             yield family
 
     def _gauges(self) -> Iterator[Metric]:
-        control, engine = self._control, self._control.engine
+        control = self._control
         for name, gauge in (
-            ("sandboxes", len(engine.pool.roster)),
-            ("sandboxes_budget", engine.pool.bound.most),
-            ("warm_sandboxes", len(engine.warm.forks())),
-            ("checkpoint_bytes", engine.cache.checkpoint_bytes),
-            ("checkpoint_budget_bytes", engine.settings.checkpoint_bytes),
-            ("snapshots", len(engine.snapshots)),
-            ("snapshot_bytes", engine.cache.used_bytes),
-            ("snapshots_full", len(engine.cache.full)),
-            ("snapshots_unproven", len(engine.cache.unproven)),
-            ("damaged_rows", engine.store.trees.damaged + sum(engine.store.database.damaged.values())),
-            ("snapshot_budget_bytes", engine.settings.snapshot_bytes),
-            ("answer_bytes", engine.answers.used_bytes),
-            ("answer_budget_bytes", engine.settings.answer_memory_bytes),
-            ("store_bytes", engine.store.database.size_bytes()),
-            ("tree_records", engine.trees.size),
-            ("tree_records_budget", engine.settings.tree_memory_records),
-            ("rollouts", len(engine.tasks.rollouts.running)),
-            ("calls_under_way", len(engine.step.calls)),
-            ("sandbox_waiters", engine.pool.waiting),
+            ("sandboxes", len(control.pool.roster)),
+            ("sandboxes_budget", control.pool.bound.most),
+            ("warm_sandboxes", len(control.warm.forks())),
+            ("checkpoint_bytes", control.cache.checkpoint_bytes),
+            ("checkpoint_budget_bytes", control.settings.checkpoint_bytes),
+            ("snapshots", len(control.snapshots)),
+            ("snapshot_bytes", control.cache.used_bytes),
+            ("snapshots_full", len(control.cache.full)),
+            ("snapshots_unproven", len(control.cache.unproven)),
+            ("damaged_rows", control.store.trees.damaged + sum(control.store.database.damaged.values())),
+            ("snapshot_budget_bytes", control.settings.snapshot_bytes),
+            ("answer_bytes", control.answers.used_bytes),
+            ("answer_budget_bytes", control.settings.answer_memory_bytes),
+            ("store_bytes", control.store.database.size_bytes()),
+            ("tree_records", control.trees.size),
+            ("tree_records_budget", control.settings.tree_memory_records),
+            ("rollouts", len(control.tasks.rollouts.running)),
+            ("calls_under_way", len(control.step.calls)),
+            ("sandbox_waiters", control.pool.waiting),
             ("visits", control.scratch_forks.open),
             ("listeners", len(control.activity.listeners)),
         ):
             yield GaugeMetricFamily(f"forkpoint_{name}", f"{name.replace('_', ' ').capitalize()}.", value=gauge)
         states = GaugeMetricFamily("forkpoint_sandboxes_by_state", "Live sandboxes.", labels=["state"])
-        slots = Counter(slot.state for slot in engine.pool.roster.slots)
+        slots = Counter(slot.state for slot in control.pool.roster.slots)
         for state in SandboxState:
             if state is not SandboxState.CLOSED:
                 states.add_metric([state.value], slots[state])
         yield states
         text = "Calls of each quota here: that run, that wait, and that may run at once."
         quotas = GaugeMetricFamily("forkpoint_quota_calls", text, labels=["tasks", "state"])
-        for pattern, quota in () if engine.executor.quotas is None else engine.executor.quotas.each.items():
+        for pattern, quota in () if control.executor.quotas is None else control.executor.quotas.each.items():
             for name, calls in (*quota.usage._asdict().items(), ("share", quota.share)):
                 quotas.add_metric([pattern, name], calls)
         yield quotas
 
     def _audits(self) -> Iterator[Metric]:
-        counts = self._control.engine.counts
+        counts = self._control.counts
         text = "Recorded calls that audits ran again."
         yield CounterMetricFamily("forkpoint_audit_checked", text, value=counts.audit_checked)
         text = "Recorded calls that audits ran again and that differ from their records."
@@ -166,7 +166,7 @@ class WrongAnswers:
 
 def wrong_answers(control: ControlPlane) -> Iterator[WrongAnswers]:
     """Return the rate of wrong answers for each kind of sample."""
-    for kind, checked, differing, _, _ in control.engine.store.audits.totals():
+    for kind, checked, differing, _, _ in control.store.audits.totals():
         yield WrongAnswers.of(kind, checked, differing)
 
 

@@ -115,7 +115,7 @@ async def reasons(
     wanted = [record for step, record in known if record is not None and step.outcome in ("miss", "bypass")]
     find = partial(_same_calls, tree=tree.id, records=[(record.call, bytes(record.key)) for record in wanted])
     same = await control.read(find) if wanted else []
-    titles, timings = Titles(control.engine.store.records), control.engine.executor.timings.of(rollout["id"])
+    titles, timings = Titles(control.store.records), control.executor.timings.of(rollout["id"])
 
     def made_before(step: StepView, record: Record) -> bool:
         # After a restart, only the times tell that another rollout has made the record.
@@ -175,7 +175,7 @@ def _why(
 def _reason(control: ControlPlane, tree: Tree, record: Record, earlier: set[int], *, private: bool) -> Reason:
     if tree.spec.cache == "never":
         return "never-cached"
-    if record.source.quarantined and call_key(control.engine.store.records.call(record)) in record.source.quarantined:
+    if record.source.quarantined and call_key(control.store.records.call(record)) in record.source.quarantined:
         return "quarantined"
     if record.source.id in earlier:
         return "not-kept"

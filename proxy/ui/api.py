@@ -114,7 +114,7 @@ class PageData:
     @classmethod
     def over(cls, control: ControlPlane) -> "PageData":
         """Build the parts over an engine."""
-        return cls(Lookups(control.engine.store), Titles(control.engine.store.records))
+        return cls(Lookups(control.store), Titles(control.store.records))
 
 
 async def page_of(request: Request) -> PageData:
@@ -140,7 +140,7 @@ async def get_columns(
     read = await columns_of(tree, after, limit, part)
     nodes = len(tree.nodes if part is None else part.nodes)
     standing = {node.id: names for node, names in rollouts_by_node(task).items() if tree.nodes.get(node.id) is node}
-    slots = [(slot.position, slot.warm) for slot in control.engine.pool.roster.slots]
+    slots = [(slot.position, slot.warm) for slot in control.pool.roster.slots]
     sandboxes = [(p.id, warm) for p, warm in slots if isinstance(p, Node) and tree.nodes.get(p.id) is p]
     return Response(
         orjson.dumps(tree_columns(task.name, tree, read, standing, sandboxes, nodes)), media_type="application/json"
@@ -205,8 +205,8 @@ async def get_call(
 ) -> RecordView:
     """Show a call that was made at a node or led to it, with its answer and its rollouts."""
     recorded = _record(position[1], record)
-    call, result = control.engine.store.records.call(recorded), control.engine.store.records.result(recorded)
-    control.engine.journal.fold()
+    call, result = control.store.records.call(recorded), control.store.records.result(recorded)
+    control.journal.fold()
     passed = await page.lookups.passages(recorded.id, _PASSAGES)
     return RecordView(
         record=recorded.id,
@@ -220,7 +220,7 @@ async def get_call(
         recorded_at=recorded.recorded_at,
         private=recorded.private,
         reproducible=recorded.reproducible,
-        resources=ResourcesView.of(control.engine.store.records.resources(recorded)),
+        resources=ResourcesView.of(control.store.records.resources(recorded)),
         answer=await asyncio.to_thread(shown_answer, result),
         passed=passed,
     )
@@ -229,13 +229,10 @@ async def get_call(
 @page_data.get("/tasks/{task}/rollouts/{rollout}/timings")
 async def get_timings(control: ControlDep, task: TaskDep, rollout: RolloutName) -> dict[int, TimingView]:
     """Show when a rollout's calls were answered and where their time went, by turn. Calls of long ago are left out."""
-    rows = control.engine.store.rollouts.of_task(task.name, name=rollout)
+    rows = control.store.rollouts.of_task(task.name, name=rollout)
     if not rows:
         return {}
-    spent, times = (
-        control.engine.executor.timings.of(rows[-1]["id"]),
-        control.engine.step.notes.times.of(rows[-1]["id"]),
-    )
+    spent, times = control.executor.timings.of(rows[-1]["id"]), control.step.notes.times.of(rows[-1]["id"])
     since = time.time() - time.monotonic()
     return {
         turn: TimingView(

@@ -64,7 +64,7 @@ async def get_wrong_answers(control: ControlDep) -> Page[WrongAnswers]:
 @system.get("/warnings")
 async def get_warnings(control: ControlDep) -> Page[dict[str, str]]:
     """List the latest warnings and errors of this proxy, the newest first, each with its task if it names a node."""
-    return Page.whole([_placed(event, control.engine.store.trees.task_with_node) for event in recent()])
+    return Page.whole([_placed(event, control.store.trees.task_with_node) for event in recent()])
 
 
 @system.get("/changes")
@@ -96,12 +96,12 @@ def _placed(event: Mapping[str, str], task_with_node: Callable[[int], str]) -> d
 @system.get("/settings")
 async def get_settings(control: ControlDep) -> Page[SettingView]:
     """List the settings that this proxy runs with. Secrets are never shown."""
-    fields = type(control.engine.settings).model_fields
+    fields = type(control.settings).model_fields
     settings = [
         SettingView(
             name=name,
-            value=_shown(getattr(control.engine.settings, name)),
-            usual=getattr(control.engine.settings, name) == field.get_default(call_default_factory=True),
+            value=_shown(getattr(control.settings, name)),
+            usual=getattr(control.settings, name) == field.get_default(call_default_factory=True),
             about=field.description or "",
         )
         for name, field in sorted(fields.items())

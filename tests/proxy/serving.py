@@ -61,8 +61,8 @@ def serving(
         # The store belongs to the thread that opens it, so the application is built where it will run.
         engine = build_engine(chosen, {"memory": driver, **(drivers or {})})
         engine.snapshot_value.reuse = KEEPS_ALL
-        control = ControlPlane(engine)
-        made.append((engine, control, server(assemble(control))))
+        control = ControlPlane.over(engine)
+        made.append((engine, control, server(assemble(engine, control))))
         made[0][2].run(sockets=[listener])
 
     thread = threading.Thread(target=serve)

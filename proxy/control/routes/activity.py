@@ -51,7 +51,7 @@ async def stream_events(
         grant.require_whole()
     else:
         grant.require(task)
-        await control.engine.tasks.find(task)
+        await control.tasks.find(task)
     if control.activity.full:
         detail = f"the limit of {control.activity.max_listeners} event streams is reached. Close one and retry."
         raise RefusalError(429, "listeners", detail)

@@ -125,7 +125,7 @@ async def get_audit(control: ControlDep, task: TaskDep, tree: TreeDep) -> AuditV
 @router.put("/tasks/{task}/audit/masks")
 async def put_masks(control: ControlDep, task: TaskDep, masks: Masks) -> AuditView:
     """Set the noise that comparisons of this task's answers ignore."""
-    control.engine.audit.put_masks(task.name, masks)
+    control.audit.put_masks(task.name, masks)
     return _view(control, task, task.tree)
 
 
@@ -137,37 +137,35 @@ async def verify(
     audit = audit or AuditRequest()
     tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(control, task, audit.node)
     before = math.inf if audit.before is None else audit.before.timestamp()
-    return _progress(control.engine.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
+    return _progress(control.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")
 async def stop(control: ControlDep, tree: TreeDep) -> None:
     """Stop the running audit. Its results so far are kept."""
-    await control.engine.audit.stop(tree)
+    await control.audit.stop(tree)
 
 
 def _view(control: ControlPlane, task: Task, tree: Tree) -> AuditView:
-    running = control.engine.audit.running(tree)
+    running = control.audit.running(tree)
     return AuditView(
         task=task.name,
         root=node_name(tree.root),
-        bounds=bounds(control.engine.store.audits.totals(tree.id)),
+        bounds=bounds(control.store.audits.totals(tree.id)),
         findings=[
             Finding(
                 record=record,
                 node=f"n{source}",
                 leads_to=f"n{target}",
-                title=title(control.engine.store.records.call_without_upload(call))[:TITLE_CHARS],
+                title=title(control.store.records.call_without_upload(call))[:TITLE_CHARS],
                 why=why,
                 quarantined=bool(quarantined),
                 found_at=noticed_at,
             )
-            for record, source, target, call, why, quarantined, noticed_at in control.engine.store.audits.findings(
-                tree.id
-            )
+            for record, source, target, call, why, quarantined, noticed_at in control.store.audits.findings(tree.id)
         ],
-        masks=control.engine.audit.masks(task.name),
-        quarantine=control.engine.audit.quarantine,
+        masks=control.audit.masks(task.name),
+        quarantine=control.audit.quarantine,
         running=None if running is None else _progress(running),
     )
 

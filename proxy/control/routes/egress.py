@@ -53,11 +53,11 @@ async def list_egress(
     grant = granted(request)
 
     def visible(event: EgressEvent) -> bool:
-        name = control.engine.store.trees.task_of(event.tree)
+        name = control.store.trees.task_of(event.tree)
         return task in (None, name) and grant.sees(name)
 
-    part = wanted.sorted_part(filter(visible, control.engine.counts.egress.events), lambda event: (event.number,))
-    return part.page(lambda event: _view(event, control.engine.store.trees.task_of(event.tree)))
+    part = wanted.sorted_part(filter(visible, control.counts.egress.events), lambda event: (event.number,))
+    return part.page(lambda event: _view(event, control.store.trees.task_of(event.tree)))
 
 
 def _view(event: EgressEvent, task: str) -> EgressRequestView:

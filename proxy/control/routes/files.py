@@ -107,7 +107,7 @@ def _path_of(request: Request, decoded: str) -> str:
 
 
 async def _opened(control: ControlPlane, tree: Tree, node: Node, path: str) -> FrozenPath:
-    driver = control.engine.drivers.get(tree.spec.driver)
+    driver = control.drivers.get(tree.spec.driver)
     if not fulfils(driver, ReadableStates):
         raise RefusalError(409, "no-files", f"states of driver {tree.spec.driver!r} have no files to read.")
     async with leased_state(control, tree, node) as frozen:

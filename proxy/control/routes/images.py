@@ -66,7 +66,7 @@ async def download_image(
 ) -> StreamingResponse:
     """Download an image of a node's files as an archive that `docker load` and readers of OCI archives take."""
     # In the directory that is emptied at each start.
-    draft = control.engine.settings.data / "imports" / f"image-{secrets.token_hex(8)}"
+    draft = control.settings.data / "imports" / f"image-{secrets.token_hex(8)}"
     try:
         id_ = await _image(control, *position, name or "", draft.resolve())
         # The file is freed when it is closed, also by a kill.
@@ -85,7 +85,7 @@ async def download_image(
 
 
 async def _image(control: ControlPlane, tree: Tree, node: Node, name: str, target: Path | None) -> str:
-    driver = control.engine.drivers.get(tree.spec.driver)
+    driver = control.drivers.get(tree.spec.driver)
     if not fulfils(driver, ImagingDriver):
         raise RefusalError(409, "no-image", f"states of driver {tree.spec.driver!r} cannot become images.")
     async with leased_state(control, tree, node) as frozen:

@@ -49,7 +49,7 @@ async def get_node(control: ControlDep, task: TaskDep, position: PositionDep) ->
     """Show a node: its call, answer, effect and hits, the rollouts that passed, and why it has a snapshot or not."""
     tree, shown = position
     latest = rollouts_through(await control.read(partial(passed, tree=tree.id, node=shown.id)), _LATEST)
-    kept = control.engine.snapshot_value.explain(shown, tree)
+    kept = control.snapshot_value.explain(shown, tree)
     return control.reader.detail(task, shown, snapshot_of(control, shown), kept, latest.items)
 
 
@@ -71,7 +71,7 @@ async def forget_node(
     end_rollouts: Annotated[bool, Query(description="Also end the rollouts in the subtree.")] = False,
 ) -> Forgotten:
     """Forget a subtree, so that its calls run again. Its rollouts continue without sharing their records."""
-    result = await control.engine.forgetting.forget(*position, end_rollouts=end_rollouts)
+    result = await control.forgetting.forget(*position, end_rollouts=end_rollouts)
     return Forgotten(nodes=result.nodes, rollouts=result.ended, going_on=result.going_on)
 
 
@@ -79,7 +79,7 @@ async def forget_node(
 async def pin_node(control: ControlDep, task: TaskDep, position: PositionDep, pin: Pin | None = None) -> NodeDetail:
     """Pin a node's snapshot, so that it is never evicted, or unpin it."""
     tree, pinned = position
-    control.engine.pin(tree, pinned, on=pin is None or pin.pinned)
+    control.pin(tree, pinned, on=pin is None or pin.pinned)
     return control.reader.detail(task, pinned, snapshot_of(control, pinned))
 
 
@@ -95,7 +95,7 @@ async def take_snapshot(control: ControlPlane, tree: Tree, node: Node) -> None:
     """Take a node's snapshot, if it has none. Raises RefusalError (409) if it cannot be frozen, or StoreError."""
     name = node_name(node)
     try:
-        await control.engine.restorer.take_snapshot(tree, node)
+        await control.restorer.take_snapshot(tree, node)
     except NotFreezableError as reason:
         raise RefusalError(409, "not-freezable", f"no snapshot of node {name} can be taken: {reason}") from reason
     if node.snapshot is None:
@@ -108,9 +108,9 @@ async def leased_state(control: ControlPlane, tree: Tree, node: Node) -> AsyncIt
     await take_snapshot(control, tree, node)
     try:
         # No await since the snapshot was there, so nothing has evicted it.
-        with control.engine.cache.leased(node) as frozen:
+        with control.cache.leased(node) as frozen:
             yield frozen
     except StateGoneError as error:
         # The next attempt replays the state.
-        control.engine.cache.failed(node, error, time.monotonic(), reproducible=False)
+        control.cache.failed(node, error, time.monotonic(), reproducible=False)
         raise

@@ -51,7 +51,7 @@ ControlDep = Annotated[ControlPlane, Depends(control_of)]
 
 async def known_task(control: ControlDep, task: TaskName) -> Task:
     """Return the task that the path names. An unknown one is refused with status 404."""
-    return await control.engine.tasks.find(task)
+    return await control.tasks.find(task)
 
 
 TaskDep = Annotated[Task, Depends(known_task)]
@@ -122,7 +122,7 @@ def wanted_labels(queried: list[str] | None) -> dict[str, str]:
 
 def position_of(control: ControlPlane, task: Task, name: str) -> tuple[Tree, Node]:
     """Return a node of any of a task's trees, with its tree. Raises RefusalError (404) if there is no such node."""
-    position = control.engine.tasks.position(task, int(name[1:]))
+    position = control.tasks.position(task, int(name[1:]))
     if position is None:
         detail = f"task {task.name!r} has no node {name}. GET …/tree lists its nodes, GET …/trees its other trees."
         raise RefusalError(404, "no-such-node", detail)
@@ -136,8 +136,8 @@ def tree_of(control: ControlPlane, task: Task, root: str | None) -> Tree:
 
 async def running(control: ControlPlane, task: str, name: str) -> Rollout:
     """Return a running rollout. Raises RefusalError if there is none (404), or its position is lost (409)."""
-    await control.engine.tasks.find(task)
-    rollout = await control.engine.tasks.running(task, name)
+    await control.tasks.find(task)
+    rollout = await control.tasks.running(task, name)
     if rollout is None:
         raise no_rollout(task, name)
     return rollout

@@ -33,7 +33,7 @@ async def report(control: ControlDep, by: By = "run", label: LabelQuery = None, 
 @router.get("/report/part", include_in_schema=False, dependencies=[WHOLE])
 async def report_part(control: ControlDep, by: By = "run", label: LabelQuery = None, price: Price = 0.0) -> Response:
     """Return what this process has for the report, for the worker that makes the report of all."""
-    part = await _read(control, ReportRequest(by, wanted_labels(label), None, price, control.engine.own_tasks))
+    part = await _read(control, ReportRequest(by, wanted_labels(label), None, price, control.own_tasks()))
     return Response(await asyncio.to_thread(part.packed), media_type="application/json")
 
 
@@ -48,6 +48,6 @@ async def report_task(
 async def _read(control: ControlPlane, request: ReportRequest) -> ReportPart:
     part = await control.read(partial(read_part, request=request))
     if request.by == OWNER and request.task is None:
-        owned = control.engine.cache.owned.items()
+        owned = control.cache.owned.items()
         part.kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
     return part

@@ -35,7 +35,7 @@ async def begin_rollout(
     labels: params.NewLabels = None,
 ) -> RolloutView:
     """Begin a rollout at the root. The first call of a new rollout does the same."""
-    known = await control.engine.tasks.open(task)
+    known = await control.tasks.open(task)
     return begin(control, known, rollout, known.tree, known.tree.root, request, checked(labels or {}))
 
 
@@ -55,11 +55,9 @@ async def list_rollouts(
     # Rollouts are numbered as they begin, and two of one time keep their order.
     by_name = wanted.key == "rollout"
     end, values = wanted.sql("name", "id") if by_name else wanted.sql("id")
-    control.engine.journal.fold()
+    control.journal.fold()
     index = RolloutIndex.NAME if by_name else RolloutIndex.BEGUN
-    rows, total = await asyncio.to_thread(
-        control.engine.store.rollout_lists.part, task.name, index, end, values, filters
-    )
+    rows, total = await asyncio.to_thread(control.store.rollout_lists.part, task.name, index, end, values, filters)
     part = wanted.part(rows, total, lambda row: (row["name"], row["id"]) if by_name else (row["id"],))
     live = {rollout.id: rollout for rollout in task.rollouts.values()}
     return part.page(lambda row: RolloutView(**_view(control, row, live.get(row["id"]), request)))
@@ -74,9 +72,9 @@ async def get_rollout(
     wanted: Annotated[ListQuery, list_query("turn", default="turn")],
 ) -> RolloutDetail:
     """Show the newest rollout of this name, with its calls in order and how each was answered."""
-    control.engine.journal.fold()
+    control.journal.fold()
     row = _newest(control, task.name, rollout)
-    steps = control.reader.steps(row, control.engine.trees.load(row["tree"]), wanted)
+    steps = control.reader.steps(row, control.trees.load(row["tree"]), wanted)
     view, marks = _view(control, row, task.rollouts.get(rollout), request), control.reader.marks(row)
     return RolloutDetail(**view, steps=steps, marks=marks)
 
@@ -92,9 +90,9 @@ async def explain(
     """Explain why each call of the newest rollout of this name was answered from the tree or not."""
     if turn is not None:
         wanted = replace(wanted, after=(turn - 1,), limit=1, descending=False)
-    control.engine.journal.fold()
+    control.journal.fold()
     row = _newest(control, task.name, rollout)
-    tree = control.engine.trees.load(row["tree"])
+    tree = control.trees.load(row["tree"])
     steps = control.reader.steps(row, tree, wanted)
     items = await reasons(control, control.reader, tree, row, steps.items)
     return Page(items=items, total=steps.total, next=steps.next) if turn is None else Page.whole(items)
@@ -103,8 +101,8 @@ async def explain(
 @router.delete("/tasks/{task}/rollouts/{rollout}", status_code=204)
 async def finish_rollout(control: params.ControlDep, task: params.TaskName, rollout: params.RolloutName) -> None:
     """Finish a rollout. Its sandbox and its name are free for other rollouts."""
-    if not await control.engine.tasks.dismiss(task, rollout):
-        await control.engine.tasks.rollouts.finish(await params.running(control, task, rollout))
+    if not await control.tasks.dismiss(task, rollout):
+        await control.tasks.rollouts.finish(await params.running(control, task, rollout))
 
 
 @router.post("/tasks/{task}/rollouts/{rollout}/fork", status_code=201)
@@ -141,19 +139,19 @@ async def change_labels(
     if OWNER in labels and params.granted(request).name:
         raise RefusalError(403, "hidden", "the label owner is the name of the token that began the rollout.")
     row, live = _newest(control, task.name, rollout), task.rollouts.get(rollout)
-    control.engine.tasks.rollouts.put_labels(task.name, row["id"], live, changed(json.loads(row["labels"]), labels))
+    control.tasks.rollouts.put_labels(task.name, row["id"], live, changed(json.loads(row["labels"]), labels))
     return RolloutView(**_view(control, _newest(control, task.name, rollout), live, request))
 
 
 def _newest(control: ControlPlane, task: str, name: str) -> dict[str, Any]:
-    rows = control.engine.store.rollouts.of_task(task, name=name, newest=True, limit=1)
+    rows = control.store.rollouts.of_task(task, name=name, newest=True, limit=1)
     if not rows:
         raise params.no_rollout(task, name)
     return rows[0]
 
 
 def _view(control: ControlPlane, row: dict[str, Any], live: Rollout | None, request: Request) -> dict[str, Any]:
-    used_since = time.time() - control.engine.settings.sandbox_idle_s
+    used_since = time.time() - control.settings.sandbox_idle_s
     return rollout_view(row, str(request.base_url), live, used_since=used_since)
 
 
@@ -162,10 +160,8 @@ def begin(
 ) -> RolloutView:
     """Begin a rollout, and show its token: the only time, because the store keeps no more than its digest."""
     token = _new_token(control)
-    begun = control.engine.tasks.rollouts.begin(
-        task, name, tree, node, token, owned(labels or {}, params.granted(request))
-    )
-    control.engine.warm.note_step(begun)
+    begun = control.tasks.rollouts.begin(task, name, tree, node, token, owned(labels or {}, params.granted(request)))
+    control.warm.note_step(begun)
     return RolloutView(**_view(control, _newest(control, task.name, name), begun, request), token=token)
 
 
@@ -173,6 +169,6 @@ def _new_token(control: ControlPlane) -> str:
     # 192 random bits, so that a token cannot be guessed.
     token = f"fp_{secrets.token_urlsafe(24)}"
     # A request may have nothing but its token, which then leads to the worker that has the rollout.
-    while control.engine.share is not None and not control.engine.share.has(token):
+    while control.share is not None and not control.share.has(token):
         token = f"fp_{secrets.token_urlsafe(24)}"
     return token

@@ -139,7 +139,7 @@ async def terminal(
     await websocket.accept("forkpoint" if "forkpoint" in websocket.scope["subprotocols"] else None)
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):
         try:
-            known = await control.engine.tasks.find(task)
+            known = await control.tasks.find(task)
             tree, at_node = position_of(control, known, node)
             async with control.scratch_forks.at(tree, at_node) as sandbox:
                 opened = await _open(sandbox, tree.spec.driver, columns, rows)
@@ -154,7 +154,7 @@ async def terminal(
         except Exception as error:  # noqa: BLE001 - every error becomes a message to the client
             problem = problem_of(error)
             if problem.infrastructure:
-                control.engine.counts.failure(problem.slug)
+                control.counts.failure(problem.slug)
             await websocket.send_text(problem.body().decode())
             await websocket.close(4000 + problem.status)
 
@@ -173,7 +173,7 @@ async def _forward(websocket: WebSocket, terminal: Terminal, control: ControlPla
     ends = {
         start(_send_output(websocket, terminal)),
         start(_receive_input(websocket, terminal)),
-        start(control.engine.lifecycle.closing.wait()),
+        start(control.lifecycle.closing.wait()),
     }
     try:
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

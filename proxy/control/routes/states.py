@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
 
-from proxy.control.garbage import collect_garbage
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import WHOLE, ControlDep, TaskQuery, granted
@@ -34,10 +33,10 @@ async def list_snapshots(
             return False
         if task is None and grant.whole:
             return True
-        name = control.engine.store.trees.task_of(snapshot.tree)
+        name = control.store.trees.task_of(snapshot.tree)
         return task in (None, name) and grant.sees(name)
 
-    part = wanted.sorted_part(filter(visible, control.engine.snapshots), lambda s: (getattr(s, wanted.key), s.id))
+    part = wanted.sorted_part(filter(visible, control.snapshots), lambda s: (getattr(s, wanted.key), s.id))
     return part.page(lambda snapshot: _snapshot_view(control, snapshot))
 
 
@@ -53,7 +52,7 @@ async def list_sandboxes(
 ) -> Page[views.SandboxView]:
     """List the live sandboxes: the node and rollout of each, and what it is used for."""
     grant = granted(request)
-    names = {rollout.id: (rollout.task, rollout.name) for rollout in control.engine.tasks.rollouts.running.values()}
+    names = {rollout.id: (rollout.task, rollout.name) for rollout in control.tasks.rollouts.running.values()}
 
     def visible(slot: Slot) -> bool:
         if state is not None and slot.state.value != state:
@@ -63,7 +62,7 @@ async def list_sandboxes(
 
     # An older sandbox has a smaller number; its age changes while pages are read.
     part = wanted.sorted_part(
-        filter(visible, control.engine.pool.roster.slots),
+        filter(visible, control.pool.roster.slots),
         lambda slot: (slot.calls, -slot.number) if wanted.key == "calls" else (-slot.number,),
     )
     now = time.monotonic()
@@ -73,7 +72,7 @@ async def list_sandboxes(
 @router.post("/gc", name="collect_garbage", dependencies=[WHOLE])
 async def collect(control: ControlDep) -> views.Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
-    return await collect_garbage(control.engine)
+    return await control.collect_garbage()
 
 
 @router.get("/stats", name="get_stats", dependencies=[WHOLE])
@@ -82,31 +81,31 @@ async def stats(control: ControlDep) -> views.StatsView:
     return views.StatsView(
         since=control.started_at,
         uptime_s=time.time() - control.started_at,
-        sandboxes=dict(Counter(slot.state.value for slot in control.engine.pool.roster.slots)),
-        sandboxes_budget=control.engine.pool.bound.most,
-        sandboxes_bounded_by=control.engine.pool.bound.by,
-        sandboxes_evicted=control.engine.pool.evicted,
-        snapshots=len(control.engine.snapshots),
-        snapshot_bytes=control.engine.cache.used_bytes,
-        snapshot_budget_bytes=control.engine.settings.snapshot_bytes,
-        checkpoint_bytes=control.engine.cache.checkpoint_bytes,
-        checkpoint_budget_bytes=control.engine.settings.checkpoint_bytes,
-        warm_sandboxes=len(control.engine.warm.forks()),
-        costs={driver: views.costs_view(costs) for driver, costs in control.engine.cache.costs.items()},
-        snapshots_full=bool(control.engine.cache.full),
-        snapshots_unproven=len(control.engine.cache.unproven),
-        reuse_rate=control.engine.snapshot_value.reuse.rate,
-        **control.engine.counts.as_dict(),
+        sandboxes=dict(Counter(slot.state.value for slot in control.pool.roster.slots)),
+        sandboxes_budget=control.pool.bound.most,
+        sandboxes_bounded_by=control.pool.bound.by,
+        sandboxes_evicted=control.pool.evicted,
+        snapshots=len(control.snapshots),
+        snapshot_bytes=control.cache.used_bytes,
+        snapshot_budget_bytes=control.settings.snapshot_bytes,
+        checkpoint_bytes=control.cache.checkpoint_bytes,
+        checkpoint_budget_bytes=control.settings.checkpoint_bytes,
+        warm_sandboxes=len(control.warm.forks()),
+        costs={driver: views.costs_view(costs) for driver, costs in control.cache.costs.items()},
+        snapshots_full=bool(control.cache.full),
+        snapshots_unproven=len(control.cache.unproven),
+        reuse_rate=control.snapshot_value.reuse.rate,
+        **control.counts.as_dict(),
     )
 
 
 def snapshot_of(control: ControlPlane, node: Node) -> views.SnapshotView | None:
     """Return the view of a node's snapshot; None if it has none."""
-    snapshot = control.engine.snapshots.get(node.snapshot)
+    snapshot = control.snapshots.get(node.snapshot)
     return None if snapshot is None else _snapshot_view(control, snapshot)
 
 
 def _snapshot_view(control: ControlPlane, snapshot: Snapshot) -> views.SnapshotView:
     # A listing must not load trees, so a snapshot of a tree that is not in memory is shown without its value.
-    worth = control.engine.snapshot_value.prospect(snapshot)
-    return views.snapshot_view(snapshot, control.engine.store.trees.task_of(snapshot.tree), worth)
+    worth = control.snapshot_value.prospect(snapshot)
+    return views.snapshot_view(snapshot, control.store.trees.task_of(snapshot.tree), worth)

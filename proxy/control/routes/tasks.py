@@ -31,8 +31,8 @@ async def list_tasks(
     grant = granted(request)
     tasks = [
         (name, created_at, totals.get(name) or TaskTotals())
-        for name, created_at in control.engine.store.tasks.all()
-        if q in name and grant.sees(name) and control.engine.has(name)
+        for name, created_at in control.store.tasks.all()
+        if q in name and grant.sees(name) and control.has(name)
     ]
 
     def order(task: tuple[str, float, TaskTotals]) -> Order:
@@ -50,7 +50,7 @@ async def put_task(
     control: ControlDep, task: TaskName, request: Request, response: Response, spec: EnvironmentSpec | None = None
 ) -> TaskView:
     """Set a task's environment. A new environment starts a new tree; running rollouts stay in theirs."""
-    known, created = await control.engine.tasks.put(task, confined(request, spec or EnvironmentSpec()))
+    known, created = await control.tasks.put(task, confined(request, spec or EnvironmentSpec()))
     response.status_code = 201 if created else 200
     return _task_view(control, known)
 
@@ -64,31 +64,31 @@ async def get_task(control: ControlDep, task: TaskDep) -> TaskView:
 @router.delete("/tasks/{task}", status_code=204)
 async def delete_task(control: ControlDep, task: TaskName) -> None:
     """Delete a task with its trees and rollouts."""
-    await control.engine.forgetting.delete_task(task)
+    await control.forgetting.delete_task(task)
 
 
 @router.post("/tasks/{task}/warm", status_code=202)
 async def warm_task(control: ControlDep, task: TaskName, batch: Batch, root: RootQuery = None) -> WarmView:
     """Prepare sandboxes at a tree's root for the next batch of rollouts, in the background."""
-    tree = tree_of(control, await control.engine.tasks.open(task), root)
-    granted = control.engine.warm.request(tree, batch.count)
+    tree = tree_of(control, await control.tasks.open(task), root)
+    granted = control.warm.request(tree, batch.count)
     return WarmView(
         task=task,
         node=node_name(tree.root),
         granted=granted,
-        ready=control.engine.warm.ready(tree.root),
-        expires_s=control.engine.settings.sandbox_idle_s,
+        ready=control.warm.ready(tree.root),
+        expires_s=control.settings.sandbox_idle_s,
     )
 
 
 def _task_view(control: ControlPlane, task: Task) -> TaskView:
-    driver = control.engine.drivers.get(task.spec.driver)
+    driver = control.drivers.get(task.spec.driver)
     advice = driver.advice(task.spec) if fulfils(driver, AdvisingDriver) else ""
-    return task_view(task, control.engine.store.tasks.summary(task.name), advice)
+    return task_view(task, control.store.tasks.summary(task.name), advice)
 
 
 def _summary(control: ControlPlane, name: str, created_at: float, totals: TaskTotals) -> TaskSummary:
-    counts = control.engine.store.tasks.summary(name)
+    counts = control.store.tasks.summary(name)
     return TaskSummary(
         task=name, created_at=created_at, nodes=counts["nodes"], rollouts=counts["rollouts"],
         running=totals.running, used_at=totals.used_at or None, **totals.as_dict(),

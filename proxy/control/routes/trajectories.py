@@ -30,7 +30,7 @@ async def read_trajectories(
 ) -> StreamingResponse:
     """Stream the rollouts of all tasks, with their calls, answers, timings and labels."""
     # In a cluster, the other members have the other tasks.
-    return _stream(control, TrajectoryRequest(control.engine.own_tasks, None, wanted_labels(label), answer_bytes))
+    return _stream(control, TrajectoryRequest(control.own_tasks(), None, wanted_labels(label), answer_bytes))
 
 
 @router.get("/tasks/{task}/trajectories", response_class=StreamingResponse, responses=_RESPONSES)
@@ -48,8 +48,8 @@ async def read_task_trajectories(
 
 
 def _stream(control: ControlPlane, request: TrajectoryRequest) -> StreamingResponse:
-    control.engine.journal.fold()
-    database = control.engine.store.database
+    control.journal.fold()
+    database = control.store.database
     headers = {"x-accel-buffering": "no"}
     if not request.turns:
         headers[TOTAL] = str(count_rollouts(database, request))

@@ -64,8 +64,8 @@ async def export_task(
     the recorded responses of hosts outside, which all tasks of an equal environment share.
     """
     recordings = granted(request).whole
-    export = partial(control.engine.transfer.export, task.name, tree, current=tree is task.tree, recordings=recordings)
-    total = await asyncio.to_thread(control.engine.transfer.estimated_bytes, tree, snapshots=snapshots)
+    export = partial(control.transfer.export, task.name, tree, current=tree is task.tree, recordings=recordings)
+    total = await asyncio.to_thread(control.transfer.estimated_bytes, tree, snapshots=snapshots)
     headers = {
         "content-disposition": f'attachment; filename="{task.name}.forkpoint.tar"',
         "x-accel-buffering": "no",
@@ -73,7 +73,7 @@ async def export_task(
     }
 
     async def with_snapshots() -> AsyncIterator[bytes]:
-        with control.engine.transfer.lend_states(tree) as states:
+        with control.transfer.lend_states(tree) as states:
             async for chunk in iterate_in_threadpool(export(states)):
                 yield chunk
 
@@ -89,7 +89,7 @@ async def import_task(control: ControlDep, task: TaskName, request: Request) -> 
     tree then serves rollouts that request its environment.
     """
     try:
-        imported = await control.engine.transfer.take(task, request.stream(), partial(confined, request))
+        imported = await control.transfer.take(task, request.stream(), partial(confined, request))
     except ClientDisconnect as error:
         raise RefusalError(
             400, "import", "the upload ended before the end of the file. Nothing was imported: upload the file again."
@@ -113,12 +113,12 @@ async def download_backup(control: ControlDep, *, snapshots: bool = False) -> St
 
     With `snapshots`, the file includes the snapshots that do not hold live processes.
     """
-    control.engine.journal.fold()
+    control.journal.fold()
     # In the directory that is emptied at each start.
-    draft = control.engine.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
+    draft = control.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
     try:
-        await asyncio.to_thread(back_up, control.engine.store.database, draft)
-        kept = [snapshot.node for snapshot in control.engine.snapshots] if snapshots else []
+        await asyncio.to_thread(back_up, control.store.database, draft)
+        kept = [snapshot.node for snapshot in control.snapshots] if snapshots else []
         nodes = await asyncio.to_thread(known_nodes, draft, kept)
         # The file is freed when it is closed, also by a kill.
         backup = draft.open("rb")
@@ -136,9 +136,9 @@ async def download_backup(control: ControlDep, *, snapshots: bool = False) -> St
         )
 
     async def with_snapshots() -> AsyncIterator[bytes]:
-        with control.engine.transfer.lend_all_states() as states:
+        with control.transfer.lend_all_states() as states:
             async for piece in iterate_in_threadpool(pieces(backup, states, nodes)):
                 yield piece
 
-    total = size + sum(snapshot.size_bytes for snapshot in control.engine.snapshots)
+    total = size + sum(snapshot.size_bytes for snapshot in control.snapshots)
     return StreamingResponse(with_snapshots(), media_type=MEDIA_TYPE, headers=headers | {TOTAL: str(total)})

@@ -30,10 +30,10 @@ async def list_trees(
     wanted: Annotated[ListQuery, list_query("current", "created_at", "calls", "nodes", "rollouts", default="-current")],
 ) -> Page[TreeSummary]:
     """List a task's trees, the current tree first. Each environment that rollouts began in has its own."""
-    owner, settings = control.engine.store.trees.shared_owner(task.name), control.engine.settings
     read = partial(
-        summaries, task=task.name, shared_owner=owner, current=task.tree.id, default=settings.default_spec,
-        templates=settings.e2b_templates, sees=granted(request).sees, wanted=wanted,
+        summaries, task=task.name, shared_owner=control.store.trees.shared_owner(task.name), current=task.tree.id,
+        default=control.settings.default_spec, templates=control.settings.e2b_templates, sees=granted(request).sees,
+        wanted=wanted,
     )  # fmt: skip
     return await control.read(read)
 
@@ -100,7 +100,7 @@ async def get_answer(
         raise RefusalError(
             404, "no-answer", f"node {node} has no such recorded answer. GET …/nodes/{node} lists its records."
         )
-    result = control.engine.store.records.result(selected)
+    result = control.store.records.result(selected)
     kind = result.media_type.partition(";")[0].strip().lower()
     headers = {
         "content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff",

@@ -47,7 +47,7 @@ class VideosView(BaseModel):
 @router.get("/videos", dependencies=[WHOLE])
 async def show_videos(control: ControlDep) -> VideosView:
     """Show the progress of preprocessing, and the number of model requests."""
-    driver = control.engine.drivers.get("video")
+    driver = control.drivers.get("video")
     if not isinstance(driver, VideoDriver):
         return VideosView(preprocesses=[], model_questions=0, model_answers_reused=0, model_tokens=0)
     return VideosView(**driver.overview())

@@ -26,7 +26,7 @@ def test_a_hit_overtakes_no_request_that_was_read_before(tmp_path: Path) -> None
 
     async def go() -> None:
         async with rig.engine(tmp_path) as engine:
-            application = assemble(ControlPlane(engine))
+            application = assemble(engine, ControlPlane.over(engine))
             config = uvicorn.Config(report_responses(application), lifespan="off", log_config=None)
             state = ServerState()
             made = protocol_for(application)
