@@ -2,5 +2,6 @@
 
 Process: the proxy.
 May import: proxy, proxy.audit, proxy.control.routes, proxy.control.views, proxy.dialects, proxy.execution,
-proxy.http, proxy.storage, proxy.telemetry, proxy.tree, sandboxes, sandboxes.pool, sandboxes.video.
+proxy.http, proxy.storage, proxy.telemetry, proxy.transfer, proxy.tree, snapshots, sandboxes, sandboxes.pool,
+sandboxes.video.
 """
