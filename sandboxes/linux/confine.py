@@ -90,8 +90,8 @@ _LOST_OPTIONS = {
 }
 """First arguments of calls that a checkpoint loses, by the calls' numbers (linux/prctl.h, asm/prctl.h, sys/mman.h)."""
 _FCNTL = {"x86_64": 72, "aarch64": 25}
-_LOST_COMMANDS = (1026, 1036, 1038)
-"""Second arguments of fcntl that it loses: F_NOTIFY, F_SET_RW_HINT and F_SET_FILE_RW_HINT (linux/fcntl.h)."""
+_LOST_COMMANDS = (1036, 1038)
+"""Second arguments of fcntl that it loses: F_SET_RW_HINT and F_SET_FILE_RW_HINT (linux/fcntl.h)."""
 _IO_SETUP = {"x86_64": 206, "aarch64": 0}
 _X32_BIT = 0x40000000
 _QUEUE_BYTES = 819_200

@@ -13,6 +13,7 @@
 # processes still.
 
 import contextlib
+import fcntl
 import json
 import os
 import stat
@@ -126,15 +127,21 @@ def _require_saved(pid: int, number: int, target: str) -> None:
     if target == "anon_inode:inotify":
         _require_plain_watches(pid, number, where)
     if target.startswith("/"):
-        status = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116
-        if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
-            require_quiet_terminal(f"/proc/{pid}/fd/{number}", f"{target} of process {pid}")
-        if status.st_rdev == _MASTER:
-            require_quiet_master(pid, number)
-        if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-            flags = next((int(text, 8) for name, text in described(pid, number) if name == "flags"), 0)
-            if flags & _O_TMPFILE:
-                raise NotDumpableError(f"{where}a file that may still get a name, and a checkpoint does not hold that")
+        _require_saved_file(pid, number, target)
+
+
+def _require_saved_file(pid: int, number: int, target: str) -> None:
+    status, where = os.stat(f"/proc/{pid}/fd/{number}"), f"process {pid} holds "  # noqa: PTH116
+    if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
+        require_quiet_terminal(f"/proc/{pid}/fd/{number}", f"{target} of process {pid}")
+    if status.st_rdev == _MASTER:
+        require_quiet_master(pid, number)
+    if stat.S_ISDIR(status.st_mode):
+        _require_unwatched(pid, number, f"{where}{target}")
+    if stat.S_ISREG(status.st_mode) and not status.st_nlink:
+        flags = next((int(text, 8) for name, text in described(pid, number) if name == "flags"), 0)
+        if flags & _O_TMPFILE:
+            raise NotDumpableError(f"{where}a file that may still get a name, and a checkpoint does not hold that")
 
 
 def _require_plain_watches(pid: int, number: int, where: str) -> None:
@@ -144,6 +151,13 @@ def _require_plain_watches(pid: int, number: int, where: str) -> None:
     watches = [text.partition("mask:")[2].split() for name, text in described(pid, number) if name == "inotify wd"]
     if any(int(mask[0], 16) & ~_PLAIN_EVENTS for mask in watches):
         raise NotDumpableError(f"{where}a watch with options (IN_ONESHOT, IN_EXCL_UNLINK), which a checkpoint loses")
+
+
+def _require_unwatched(pid: int, number: int, subject: str) -> None:
+    with taken(pid, number) as fd:
+        # The kernel makes who watches a directory the owner of its descriptor (fcntl(2), F_NOTIFY). Ours does so, too.
+        if fcntl.fcntl(fd, fcntl.F_GETOWN):
+            raise NotDumpableError(f"{subject}, whose changes are signalled to it, and a checkpoint does not hold that")
 
 
 def _nameless_inode() -> str:

@@ -627,6 +627,22 @@ def watch_with_options() -> Read:
     return lambda: 0
 
 
+@is_lost
+def signalled_changes() -> Read:
+    folder, signals = os.open(".", os.O_RDONLY), list[int]()
+    KEPT.append(folder)
+    signal.signal(signal.SIGUSR1, lambda number, _: signals.append(number))
+    fcntl.fcntl(folder, fcntl.F_SETSIG, signal.SIGUSR1)
+    fcntl.fcntl(folder, fcntl.F_NOTIFY, fcntl.DN_CREATE | fcntl.DN_MULTISHOT)
+
+    def read() -> bool:
+        signals.clear()
+        Path("made").touch()
+        return signals == [signal.SIGUSR1]
+
+    return read
+
+
 def raw_terminal(*, echo: bool = False) -> tuple[int, int]:
     master, slave = pty.openpty()
     settings = termios.tcgetattr(slave)

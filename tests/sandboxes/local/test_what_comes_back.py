@@ -34,6 +34,7 @@ REASONS = {
     "program_without_a_file": "a program that has no file",
     "code_above_127": "has ended with code 137",
     "watch_with_options": "a watch with options",
+    "signalled_changes": "whose changes are signalled",
     "terminal_without_its_other_end": "a terminal whose other end is closed",
     "stopped_output": "is stopped or full",
     "terminal_of_its_holders": "is for its holders only",
@@ -50,7 +51,8 @@ REASONS = {
 READ = {
     "line_that_is_being_typed": b"half line\n", "line_that_was_not_read": (b"whole\n", b"half line\n"),
     "connection_without_its_other_end": "127.0.0.1", "error_that_waits": 104, "bytes_that_wait_to_be_sent": True,
-    "unix_connection_without_its_listener": "server", "code_above_127": 137, "terminal_without_its_other_end": 5,
+    "unix_connection_without_its_listener": "server", "code_above_127": 137,
+    "signalled_changes": True, "terminal_without_its_other_end": 5,
     "echoed_input": [b"typed", b"typed"], "much_input": 4095, "much_output": 4095,
 }  # fmt: skip
 """What the process reads in the end, though it was not dumped."""
