@@ -23,8 +23,8 @@ TimeSpan = tuple[float, float]
 _SCHEMA = """
 CREATE TABLE shots (id INTEGER PRIMARY KEY, start_s REAL NOT NULL, end_s REAL NOT NULL);
 CREATE TABLE segments (id INTEGER PRIMARY KEY, start_s REAL NOT NULL, end_s REAL NOT NULL, first_shot INT NOT NULL,
-    last_shot INT NOT NULL, palette TEXT NOT NULL, motion REAL NOT NULL, brightness REAL NOT NULL, level_db REAL,
-    peak_db REAL, tone_hz REAL, line TEXT NOT NULL);
+    last_shot INT NOT NULL, palette TEXT NOT NULL, motion REAL NOT NULL, brightness REAL NOT NULL, overlay TEXT,
+    level_db REAL, peak_db REAL, tone_hz REAL, line TEXT NOT NULL);
 CREATE TABLE frames (id INTEGER PRIMARY KEY, t REAL NOT NULL, at INT NOT NULL, size INT NOT NULL);
 CREATE TABLE subtitles (track INT NOT NULL, language TEXT, start_s REAL NOT NULL, end_s REAL NOT NULL,
     text TEXT NOT NULL);
@@ -35,8 +35,8 @@ CREATE TABLE Objects (object_id INTEGER PRIMARY KEY, category TEXT NOT NULL UNIQ
 CREATE TABLE Objects_Segments (object_id INT NOT NULL, segment_id INT NOT NULL, PRIMARY KEY (object_id, segment_id));
 """
 _SEGMENT = (
-    "start_s", "end_s", "first_shot", "last_shot", "palette", "motion", "brightness", "level_db", "peak_db", "tone_hz",
-    "line",
+    "start_s", "end_s", "first_shot", "last_shot", "palette", "motion", "brightness", "overlay", "level_db",
+    "peak_db", "tone_hz", "line",
 )  # fmt: skip
 
 

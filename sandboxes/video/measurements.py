@@ -148,3 +148,23 @@ def seek_pays(ahead: float, mean_gop: float) -> bool:
     """Return whether it is cheaper to seek to a picture than to decode the `ahead` pictures up to it."""
     # After a seek, half a group of pictures is decoded on average before the wanted one.
     return ahead > max(1.0, mean_gop / 2)
+
+
+def overlay(luma: NDArray[np.uint8]) -> str | None:
+    """Return the edge, "lower" or "upper", near which a picture seems to have a line of text; None for neither."""
+    # Rows of text have two shades that are far apart and alternate often. The text itself is not read.
+    height, width = luma.shape
+    rows = luma.astype(np.int16)
+    dark, light = rows.min(axis=1, keepdims=True), rows.max(axis=1, keepdims=True)
+    two_shades = ((rows - dark < 45) | (light - rows < 45)).mean(axis=1) >= 0.8
+    changes = (np.abs(np.diff(rows, axis=1)) > 50).sum(axis=1)
+    text = (light - dark > 120)[:, 0] & two_shades & (changes >= 8) & (changes <= width // 3)
+    low, high = text[int(0.6 * height) :], text[: int(0.3 * height)]
+    for name, band in (("lower", low), ("upper", high)):
+        if _longest_run(band) >= max(6, int(0.025 * height)):
+            return name
+    return None
+
+
+def _longest_run(flags: NDArray[np.bool_]) -> int:
+    return max((sum(1 for _ in group) for value, group in itertools.groupby(flags.tolist()) if value), default=0)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from sandboxes.video import decode, images, index, measurements, ranking, video_file
 from sandboxes.video.messages import VideoError
 
-VERSION = 3
+VERSION = 2
 """Version of the pass, part of the name of every measurement. Raise it when equal videos would give other files."""
 _PROGRESS_PICTURES = 60
 """How many pictures lie between two reports of progress."""
@@ -44,6 +44,7 @@ class _SegmentImages:
     motion: float = 0.0  # The sum of the differences that are no cuts.
     pictures: int = 0  # How many differences were added.
     middle: NDArray[np.uint8] | None = None  # The picture in the middle of the segment, reduced.
+    overlay: str | None = None  # The edge near which a picture has text; None if none was found.
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +123,8 @@ class MeasuringPass:
         at = self._frames[-1][1] + self._frames[-1][2] if self._frames else 0
         out.write(data)
         self._frames.append((picture.t, at, len(data)))
+        seen = self._segments_seen[min(int(picture.t / self._segment_s), len(self._spans) - 1)]
+        seen.overlay = seen.overlay or measurements.overlay(np.asarray(image.convert("L")))
 
     # -- sound -------------------------------------------------------------------------------------------------------
 
@@ -175,6 +178,7 @@ class MeasuringPass:
             "palette": [] if seen.middle is None else measurements.palette(seen.middle),
             "motion": round(motion, 5), "motion_word": measurements.motion_word(motion),
             "brightness": 0.0 if seen.middle is None else round(measurements.brightness(seen.middle), 3),
+            "overlay": seen.overlay,
             "level_db": sound.level_db, "peak_db": sound.peak_db, "tone_hz": sound.tone_hz,
         }  # fmt: skip
         texts = [text for _, _, begins, ends, text in subtitles if begins < end and ends > start]

@@ -20,6 +20,8 @@ def line(segment: dict[str, Any], subtitles: Sequence[str]) -> str:
         parts[0] += f" to {segment['last_shot']}"
     parts.append("colours " + (", ".join(segment["palette"]) or "mixed"))
     parts.append(f"picture {segment['motion_word']}, brightness {segment['brightness']:.2f}")
+    if segment["overlay"]:
+        parts.append(f"something like text near the {segment['overlay']} edge")
     parts.append(_sound(segment))
     if subtitles:
         parts.append(f"subtitle {' / '.join(subtitles)!r}")

@@ -144,7 +144,7 @@ class VideoStore:
         return sizes
 
     def _manifest(self, part: str) -> dict[str, Any]:
-        """Return the manifest of a part; ValueError if it is damaged."""
+        """Return the manifest of a part; ValueError if it is damaged, or without digests (an earlier version's)."""
         manifest: Any = orjson.loads((self._parts / part / _MANIFEST).read_bytes())
         if not isinstance(manifest, dict) or set(manifest) != {"sizes", "digests"}:
             raise ValueError("the manifest of a part has other members")

@@ -117,6 +117,18 @@ def test_noise_and_silence_have_no_tone() -> None:
     assert measure.level_db(np.zeros(0, np.int16)) == measure.SILENCE_DB
 
 
+def test_overlay_needs_two_alternating_shades() -> None:
+    plain = np.full((240, 320), 90, np.uint8)
+    assert measure.overlay(plain) is None
+    written = plain.copy()
+    written[200:220] = 20
+    written[202:218, 100:220:6] = written[202:218, 101:220:6] = 250
+    assert measure.overlay(written) == "lower"
+    assert measure.overlay(written[::-1]) == "upper"
+    bars = np.repeat(np.repeat(np.array([[20, 250] * 3], np.uint8), 240, 0), 53, 1)
+    assert measure.overlay(bars) is None
+
+
 def test_seek_pays_beyond_half_a_group() -> None:
     assert measure.seek_pays(100, 30)
     assert not measure.seek_pays(14, 30)
