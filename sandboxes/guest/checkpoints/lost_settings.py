@@ -154,8 +154,9 @@ def _require_plain_watches(pid: int, number: int, where: str) -> None:
 
 
 def _require_unwatched(pid: int, number: int, subject: str) -> None:
-    with taken(pid, number) as fd:
-        # The kernel makes who watches a directory the owner of its descriptor (fcntl(2), F_NOTIFY). Ours does so, too.
+    # With a descriptor that only names a directory (`O_PATH`), nobody can watch it.
+    with taken(pid, number) as fd, contextlib.suppress(OSError):
+        # The kernel makes who watches a directory the owner of its descriptor (fcntl(2), F_NOTIFY).
         if fcntl.fcntl(fd, fcntl.F_GETOWN):
             raise NotDumpableError(f"{subject}, whose changes are signalled to it, and a checkpoint does not hold that")
 
