@@ -9,7 +9,7 @@ from sandboxes.calls import Arguments, ToolCall
 
 CallKey = NewType("CallKey", bytes)
 
-KEY_VERSION = 3
+KEY_VERSION = 2
 """Version of the rules below, part of every root key: when they change, new trees begin and no old record is served."""
 
 

@@ -14,7 +14,7 @@ from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.upstream.sandbox import NO_SESSION, HttpSandbox
 
-VERSION = "http-1"
+VERSION = "http-2"
 """The identity of every root state: it consists of nothing."""
 
 
