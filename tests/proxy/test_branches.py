@@ -26,7 +26,9 @@ WALKS = {
     "a pid in a variable": ["ls /", "sleep 1000 & PID=$!", "kill -0 $PID; echo $?", "echo 1 > n", "kill $PID; ls n"],
     "a random number beside a process": ["ls /", "sleep 1000 & echo up", "date +%N > n; ls n", "rm n; echo 1 > a"],
     "a pid of a shell in a name": ["ls /etc | wc -l", "sleep 1000 & echo x > pid.$$", "ls / | wc -l", "rm pid.*"],
-    "a pid that a program found": ["git --version | wc -l", "setsid -f sleep 1000; until pgrep -x sleep > pid; do :; done", "wc -l pid"],
+    "a pid that a program found": [
+        "git --version | wc -l", "setsid -f sleep 1000; until pgrep -x sleep > pid; do :; done", "wc -l pid",
+    ],
     "a server": [
         "mkdir s; echo page > s/page; cd s; python3 -m http.server -b 127.0.0.1 8000 > ../log 2>&1 & cd ..",
         "until curl -sf 127.0.0.1:8000/page; do sleep .05; done", "echo more > s/more; curl -s 127.0.0.1:8000/more",
