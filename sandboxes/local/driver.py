@@ -346,10 +346,11 @@ class LocalDriver:
         def make(spare: Spare) -> LocalSandbox:
             return LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
 
+        launcher = self.machine.launcher.pid
         try:
             return await self._launch_once(make, state, images)
         except SandboxError:
-            if not self.machine.launcher.has_died:
+            if not self.machine.launcher.has_died and self.machine.launcher.pid == launcher:
                 raise
         # The launcher died and took its spares along, which shows only now. The next spare has another launcher.
         return await self._launch_once(make, state, images)

@@ -73,6 +73,7 @@ class Spare:
     process: int  # The process descriptor (pidfd) of its pid 1.
     # The socket on which the launcher reports to its pid 1; see `MountLayers` and `SwitchLayers`.
     switches: socket.socket
+    launcher: int | None  # The pid of the launcher that has forked it, and with which it dies.
 
 
 class Machine:
@@ -178,14 +179,14 @@ class Machine:
         while self._spares:
             spare = self._spares.popleft()
             # A spare dies with the launcher. Its channel may show that a little later.
-            if spare.channel.lost is None and not self.launcher.has_died:
+            if spare.channel.lost is None and spare.launcher == self.launcher.pid and not self.launcher.has_died:
                 return spare
             self._discard(spare)
         return await self._new_spare()
 
     async def _new_spare(self) -> Spare:
         await self.launcher.ensure_running()
-        name = secrets.token_hex(6)
+        name, launcher = secrets.token_hex(6), self.launcher.pid
         # When this process dies, the kernel closes `ours`, and the pid 1 at the other end exits.
         ours, theirs = socket.socketpair()
         switches, reports = socket.socketpair()
@@ -207,7 +208,7 @@ class Machine:
             channel.close()
             switches.close()
             raise SandboxError(f"a sandbox could not be started: {os.strerror(errno.EMFILE)}")
-        spare = Spare(name, channel, forked.fds[0], switches)
+        spare = Spare(name, channel, forked.fds[0], switches, launcher)
         try:
             await channel.next(Ready)
         except BaseException as error:
