@@ -58,7 +58,7 @@ _MAX_MEMORY_BYTES = 1 << 20
 _PAGE = 1 << 16
 TERMINALS = range(136, 144)
 """The major numbers of the slave ends of terminals (devices.txt of Linux)."""
-_MASTER = os.makedev(5, 2)
+MASTER = os.makedev(5, 2)
 """The device /dev/ptmx, whose descriptors are the master ends of terminals."""
 _MEMORY_FILES = ("/memfd:", "/dev/zero", "/SYSV")
 _LINGERING = ("lingering",)
@@ -214,7 +214,7 @@ class _Objects:
             self._facts[name] = (status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         elif stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
             self._facts[name] = _terminal(path)
-        elif status.st_rdev == _MASTER and stat.S_ISCHR(status.st_mode):
+        elif status.st_rdev == MASTER and stat.S_ISCHR(status.st_mode):
             raise _OpaqueError("the master end of a terminal")
 
     def facts(self) -> dict[Any, Any]:

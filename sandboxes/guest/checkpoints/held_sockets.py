@@ -15,7 +15,7 @@ import select
 import socket
 from collections.abc import Mapping
 
-from sandboxes.guest.checkpoints.looking import NotDumpableError, taken
+from sandboxes.guest.checkpoints.looking import NotDumpableError, events, kernel_text, taken
 from sandboxes.linux.descriptors import counted
 
 _ANY = (2, 12, 29, 35, 37, 40, 41, 42, 43, 45, 46, 47, 60, 63, 64, 73, 74, 75, 76, 82, 83, 44)
@@ -29,9 +29,9 @@ _IPV6 = (
 """Options of IPPROTO_IPV6, such as IPV6_UNICAST_HOPS and IPV6_TCLASS (linux/in6.h)."""
 _NOT_OF_STREAMS = {(0, 33), (41, 17), (41, 18)}
 """IP_MULTICAST_TTL, IPV6_MULTICAST_IF and IPV6_MULTICAST_HOPS, which the packets of a connection set."""
-_TCP = (7, 8, 9, 13, 16, 18, 23, 25, 27, 30, 34, 36, 37)
+_TCP = (2, 7, 8, 9, 10, 13, 16, 18, 23, 25, 27, 30, 34, 36, 37)
 """Options of IPPROTO_TCP, such as TCP_CONGESTION and TCP_USER_TIMEOUT (linux/tcp.h)."""
-_BEFORE_A_CONNECTION = (2, 10)
+_BEFORE_A_CONNECTION = ((6, 2), (6, 10))
 """TCP_MAXSEG and TCP_WINDOW_CLAMP. Of a connection, they show what was agreed on."""
 _UDP = (100, 101, 102, 103, 104)
 """Options of IPPROTO_UDP, such as UDP_SEGMENT (linux/udp.h)."""
@@ -70,14 +70,14 @@ class HeldSockets:
         with taken(pid, number) as fd, socket.socket(fileno=os.dup(fd)) as held:
             if held.type == socket.SOCK_STREAM and _is_urgent(held):
                 raise NotDumpableError(f"process {pid} has not read urgent data, and a checkpoint does not hold that")
-            events = _events(fd)
-            if events & select.POLLERR:
+            found, connected = events(fd), False
+            if found & select.POLLERR:
                 raise NotDumpableError(f"an error waits in a socket of process {pid}, and a checkpoint loses it")
             if held.family == socket.AF_UNIX:
                 self._look_at_names(pid, held)
             elif held.family in (socket.AF_INET, socket.AF_INET6) and held.type == socket.SOCK_STREAM:
-                self._look_at_connection(pid, held, events)
-            self._look_at_options(pid, number, held)
+                connected = self._look_at_connection(pid, held, found)
+            self._look_at_options(pid, number, held, connected=connected)
 
     def require_whole(self) -> None:
         """Raise unless all connections have both ends, and the sockets that gave them their names."""
@@ -106,27 +106,31 @@ class HeldSockets:
                 held.getpeername()
                 self._named.append((pid, name, self._listening))
 
-    def _look_at_connection(self, pid: int, held: socket.socket, events: int) -> None:
+    def _look_at_connection(self, pid: int, held: socket.socket, found: int) -> bool:
+        """Return whether a socket of TCP is connected; `found` is what `events` has returned."""
         state = held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0]
-        if state == _CLOSED and events & select.POLLRDHUP:
+        if state == _CLOSED and found & select.POLLRDHUP:
             raise NotDumpableError(f"process {pid} holds a connection that has ended, which does not come back so")
         if state in (_CLOSED, _LISTENING):
-            return
+            return False
         if _option(held, socket.IPPROTO_TCP, _TCP_ULP):
             raise NotDumpableError(f"a connection of process {pid} has a protocol of the kernel above TCP")
         if counted(held.fileno(), _SIOCOUTQNSD):
             raise NotDumpableError(f"process {pid} has sent more than the other end of a connection can take yet")
         near, far = ((name[0].removeprefix(_MAPPED), name[1]) for name in (held.getsockname(), held.getpeername()))
         self._ends[near, far] = pid
+        return True
 
-    def _look_at_options(self, pid: int, number: int, held: socket.socket) -> None:
+    def _look_at_options(self, pid: int, number: int, held: socket.socket, *, connected: bool) -> None:
         kind = (held.family, held.type, held.proto)
         if kind not in self._new:
             self._new[kind] = _values_of_new(*kind)
         changed: dict[tuple[int, int], bytes] = {}
         for name, value in self._new[kind].items():
+            if connected and name in _BEFORE_A_CONNECTION:
+                continue
             now = _option(held, *name)
-            if now is not None and (now != value or name == _REUSEPORT) and _is_choice(held, *name):
+            if now is not None and (now != value or name == _REUSEPORT):
                 changed[name] = now
         if changed and (lost := _refused(kind, changed)):
             raise NotDumpableError(
@@ -147,16 +151,10 @@ def set_options(options: Options) -> list[bytes]:
 def _require_no_groups() -> None:
     """Raise if a socket in the sandbox's network, which all of its processes share, has joined a multicast group."""
     # A group is indented below its interface there, and stands behind it here (proc_pid_net(5)).
-    joined = [line.split()[0] for line in _lines("/proc/1/net/igmp") if line.startswith("\t\t")]
-    joined += [line.split()[2] for line in _lines("/proc/1/net/igmp6")]
+    joined = [line.split()[0] for line in kernel_text("/proc/1/net", "igmp").splitlines() if line.startswith("\t\t")]
+    joined += [line.split()[2] for line in kernel_text("/proc/1/net", "igmp6").splitlines()]
     if not all(group.startswith(_EVERYBODY) for group in joined):
         raise NotDumpableError("a socket has joined a multicast group, and a checkpoint does not hold that")
-
-
-def _lines(path: str) -> list[str]:
-    with contextlib.suppress(FileNotFoundError), open(path) as file:  # noqa: PTH123
-        return file.read().splitlines()
-    return []
 
 
 def _values_of_new(family: int, kind: int, protocol: int) -> Mapping[tuple[int, int], bytes]:
@@ -165,7 +163,7 @@ def _values_of_new(family: int, kind: int, protocol: int) -> Mapping[tuple[int, 
     levels: dict[int, tuple[int, ...]] = {}
     if is_internet:
         levels |= {socket.IPPROTO_IP: _IPV4, socket.IPPROTO_UDP: _UDP}
-        levels |= {socket.IPPROTO_TCP: (*_TCP, *_BEFORE_A_CONNECTION)} if kind == socket.SOCK_STREAM else {}
+        levels |= {socket.IPPROTO_TCP: _TCP} if kind == socket.SOCK_STREAM else {}
         levels |= {socket.IPPROTO_IPV6: _IPV6} if family == socket.AF_INET6 else {}
     levels |= {socket.SOL_SOCKET: (*_ANY, _REUSEPORT[1]) if is_internet else _ANY}
     try:
@@ -189,13 +187,6 @@ def _refused(kind: tuple[int, int, int], values: Mapping[tuple[int, int], bytes]
     return None
 
 
-def _is_choice(held: socket.socket, level: int, option: int) -> bool:
-    """Return whether the value of an option is what the process has chosen, and not what two ends have agreed on."""
-    if level != socket.IPPROTO_TCP or option not in _BEFORE_A_CONNECTION:
-        return True
-    return held.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, 1)[0] in (_CLOSED, _LISTENING)
-
-
 def _is_urgent(held: socket.socket) -> bool:
     """Return whether a byte waits that was sent apart from the stream (MSG_OOB)."""
     try:
@@ -209,9 +200,3 @@ def _option(held: socket.socket, level: int, option: int) -> bytes | None:
         return held.getsockopt(level, option, _OPTION_BYTES)
     except OSError:
         return None
-
-
-def _events(fd: int) -> int:
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT | select.POLLRDHUP)
-    return next((events for _, events in poll.poll(0)), 0)

@@ -12,9 +12,9 @@ import select
 import termios
 from typing import Any
 
-from sandboxes.guest.checkpoints.looking import NotDumpableError, taken
+from sandboxes.guest.checkpoints.looking import NotDumpableError, events, taken
 from sandboxes.linux import syscalls as kernel
-from sandboxes.linux.descriptors import counted, unread_bytes
+from sandboxes.linux.descriptors import Opened, counted, unread_bytes
 
 _TIOCSTI = 0x5412
 """Puts a byte into the input of a terminal (tty_ioctl(4))."""
@@ -26,28 +26,25 @@ _TIOCGEXCL = 0x80045440
 
 def require_quiet_terminal(path: str, subject: str) -> None:
     """Raise if input of a terminal waits that a checkpoint would change, or if its output is stopped."""
-    fd = os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        if not _events(fd) & select.POLLOUT:
+    with Opened(os.open(path, os.O_RDWR | os.O_NOCTTY | os.O_NONBLOCK | os.O_CLOEXEC)) as fd:
+        if not events(fd) & select.POLLOUT:
             raise NotDumpableError(f"the output of the terminal {subject} is stopped or full")
         if counted(fd, _TIOCGEXCL):
             raise NotDumpableError(f"the terminal {subject} is for its holders only, and a checkpoint loses that")
-        settings = termios.tcgetattr(fd)
-        if unread_bytes(fd) >= _FULL:
+        settings, waiting = termios.tcgetattr(fd), unread_bytes(fd)
+        if waiting >= _FULL:
             raise NotDumpableError(f"more input waits at the terminal {subject} than a restore surely brings back")
         reason = f"input waits at the terminal {subject}, and a checkpoint does not hold it"
-        if settings[3] & (termios.ICANON | termios.ECHO) and unread_bytes(fd):
+        if waiting and settings[3] & (termios.ICANON | termios.ECHO):
             raise NotDumpableError(reason)
         if settings[3] & termios.ICANON and _is_being_typed(fd, settings, reason):
             raise NotDumpableError(reason)
-    finally:
-        os.close(fd)
 
 
 def require_quiet_master(pid: int, number: int) -> None:
     """Raise if the other end of a terminal's master end has been closed, or if much of its output waits."""
     with taken(pid, number) as fd:
-        if _events(fd) & select.POLLHUP:
+        if events(fd) & select.POLLHUP:
             raise NotDumpableError(f"process {pid} holds a terminal whose other end is closed, and a restore opens it")
         if unread_bytes(fd) >= _FULL:
             raise NotDumpableError(
@@ -71,12 +68,6 @@ def _is_being_typed(fd: int, settings: list[Any], reason: str) -> bool:
             fcntl.ioctl(fd, _TIOCSTI, bytes([byte]))
         termios.tcsetattr(fd, termios.TCSANOW, settings)
     return bool(typed)
-
-
-def _events(fd: int) -> int:
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return next((events for _, events in poll.poll(0)), 0)
 
 
 def _with_local(settings: list[Any], *, off: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 from collections.abc import Callable, Iterator
 
 from sandboxes.linux import syscalls as kernel
@@ -51,3 +52,17 @@ def described(pid: int, number: int) -> list[tuple[str, str]]:
     with open(f"/proc/{pid}/fdinfo/{number}") as file:  # noqa: PTH123
         pairs = (line.partition(":") for line in file)
         return [(name.strip(), text.strip()) for name, _, text in pairs]
+
+
+def kernel_text(directory: str, name: str) -> str:
+    """Return what a file of the kernel shows; empty if there is none, as of a process that has ended."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{directory}/{name}") as file:  # noqa: PTH123
+        return file.read().strip()
+    return ""
+
+
+def events(fd: int) -> int:
+    """Return which of `POLLOUT`, `POLLRDHUP`, `POLLHUP` and `POLLERR` hold now."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT | select.POLLRDHUP)
+    return next((found for _, found in poll.poll(0)), 0)

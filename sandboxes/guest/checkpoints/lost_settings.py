@@ -21,9 +21,9 @@ from collections.abc import Iterable
 
 from sandboxes.guest.checkpoints.held_sockets import HeldSockets, set_options
 from sandboxes.guest.checkpoints.held_terminals import require_quiet_master, require_quiet_terminal
-from sandboxes.guest.checkpoints.looking import NotDumpableError, described, in_child, taken
+from sandboxes.guest.checkpoints.looking import NotDumpableError, described, in_child, kernel_text, taken
 from sandboxes.linux.descriptors import Opened, unread_bytes
-from sandboxes.linux.live_state import TERMINALS, inherited
+from sandboxes.linux.live_state import MASTER, TERMINALS, inherited
 
 _FILES = {"coredump_filter": "0x", "timerslack_ns": ""}
 """Files of a thread in /proc that are written again, and what stands before the number that they show."""
@@ -31,8 +31,6 @@ _O_TMPFILE = 0o20000000
 """Part of the flags of a file that was made without a name (`fdinfo`, proc_pid_fdinfo(5))."""
 _PLAIN_EVENTS = 0xFFF
 """The events of a watch (inotify(7)). Above them are options, such as IN_ONESHOT."""
-_MASTER = os.makedev(5, 2)
-"""The device /dev/ptmx, whose descriptors are the master ends of terminals."""
 MAX_NOTED = 5_000
 """Limits what is set again, about 20 us each while the processes stand still. Each TCP socket counts once."""
 
@@ -48,16 +46,16 @@ def look(pids: Iterable[int], held: Iterable[tuple[int, int, bytes]]) -> Noted:
     """
     noted, sockets = Noted(), HeldSockets()
     # Restored processes begin with what pid 1 has: CRIU is its child then.
-    own = {name: _text("/proc/1", name) for name in _FILES}
-    born, personality = inherited(1)[1:3], _text("/proc/1", "personality")
+    own = {name: kernel_text("/proc/1", name) for name in _FILES}
+    born, personality = inherited(1)[1:3], kernel_text("/proc/1", "personality")
     looked_at: set[bytes] = set()
     for pid in pids:
         threads = os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - pathlib is not loaded in pid 1
         for thread in threads:
             _require_restorable(int(thread), born, personality)
             # A thread has a directory of its own beside the processes, which is not listed (proc_tid(5)).
-            texts = {name: _text(f"/proc/{thread}", name) for name in _FILES}
-            changed = [name for name, text in texts.items() if text not in ("", own[name])]
+            texts = {name: kernel_text(f"/proc/{thread}", name) for name in _FILES}
+            changed = [name for name, now in texts.items() if now not in ("", own[name])]
             noted |= {f"/proc/{thread}/{name}": _FILES[name] + texts[name] for name in changed}
     for pid, number, target in held:
         if not target.startswith(b"socket:["):
@@ -97,19 +95,13 @@ def from_bytes(data: bytes) -> Noted:
     return noted
 
 
-def _text(directory: str, name: str) -> str:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{directory}/{name}") as file:  # noqa: PTH123
-        return file.read().strip()
-    return ""
-
-
 def _require_restorable(thread: int, born: list[str], personality: str) -> None:
     now = inherited(thread)
     if now and born and now[1:3] != born:
         raise NotDumpableError(
             "the CPUs or the priority of I/O of a process were changed, and a checkpoint does not hold that"
         )
-    if _text(f"/proc/{thread}", "personality") != personality:
+    if kernel_text(f"/proc/{thread}", "personality") != personality:
         raise NotDumpableError(f"process {thread} has another personality (setarch), and a checkpoint does not hold it")
 
 
@@ -118,7 +110,7 @@ def _require_saved(pid: int, number: int, target: str) -> None:
     if target == "anon_inode:[eventfd]" and ("eventfd-semaphore", "1") in described(pid, number):
         raise NotDumpableError(f"{where}an eventfd that is a semaphore, and a checkpoint does not hold that")
     if target == "anon_inode:[eventpoll]":
-        watched = [text.partition("ino:")[2] for name, text in described(pid, number) if name == "tfd"]
+        watched = [line.partition("ino:")[2] for name, line in described(pid, number) if name == "tfd"]
         # All nameless files share one inode, and CRIU tells those apart.
         nameless = _nameless_inode()
         named = [file for file in watched if not file.startswith(nameless)]
@@ -134,12 +126,12 @@ def _require_saved_file(pid: int, number: int, target: str) -> None:
     status, where = os.stat(f"/proc/{pid}/fd/{number}"), f"process {pid} holds "  # noqa: PTH116
     if stat.S_ISCHR(status.st_mode) and os.major(status.st_rdev) in TERMINALS:
         require_quiet_terminal(f"/proc/{pid}/fd/{number}", f"{target} of process {pid}")
-    if status.st_rdev == _MASTER:
+    if status.st_rdev == MASTER:
         require_quiet_master(pid, number)
     if stat.S_ISDIR(status.st_mode):
         _require_unwatched(pid, number, f"{where}{target}")
     if stat.S_ISREG(status.st_mode) and not status.st_nlink:
-        flags = next((int(text, 8) for name, text in described(pid, number) if name == "flags"), 0)
+        flags = next((int(flags, 8) for name, flags in described(pid, number) if name == "flags"), 0)
         if flags & _O_TMPFILE:
             raise NotDumpableError(f"{where}a file that may still get a name, and a checkpoint does not hold that")
 
@@ -148,7 +140,7 @@ def _require_plain_watches(pid: int, number: int, where: str) -> None:
     with taken(pid, number) as fd:
         if unread_bytes(fd):
             raise NotDumpableError(f"{where}an inotify queue with unread events, and a checkpoint does not hold them")
-    watches = [text.partition("mask:")[2].split() for name, text in described(pid, number) if name == "inotify wd"]
+    watches = [line.partition("mask:")[2].split() for name, line in described(pid, number) if name == "inotify wd"]
     if any(int(mask[0], 16) & ~_PLAIN_EVENTS for mask in watches):
         raise NotDumpableError(f"{where}a watch with options (IN_ONESHOT, IN_EXCL_UNLINK), which a checkpoint loses")
 

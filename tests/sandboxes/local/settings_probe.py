@@ -571,27 +571,28 @@ def bytes_that_wait_to_be_sent() -> Read:
     return read
 
 
-@is_lost
-def unix_connection_without_its_listener() -> Read:
+def unix_connection(name: str = "") -> tuple[socket.socket, socket.socket]:
+    """Return a listening socket, and one that is connected to it and may have a name of its own."""
     server, near = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
     server.bind("server")
     server.listen()
+    if name:
+        near.bind(name)
     near.connect("server")
-    far = server.accept()[0]
+    KEPT.extend((server, near, server.accept()[0]))
+    return server, near
+
+
+@is_lost
+def unix_connection_without_its_listener() -> Read:
+    server, near = unix_connection()
     server.close()
-    KEPT.append(far)
     return near.getpeername
 
 
 @is_lost
 def unix_connection_of_a_client_with_a_name() -> Read:
-    server, near = socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)
-    server.bind("server")
-    server.listen()
-    near.bind("client")
-    near.connect("server")
-    KEPT.extend((server, near))
-    return server.accept()[0].getpeername
+    return unix_connection("client")[1].getpeername
 
 
 @is_lost
