@@ -283,11 +283,10 @@ def _number_in_sandbox(pid: int) -> int:
 
 def sweep(parent: Path) -> None:
     """Kill every process in the groups below a group, then remove the groups. Takes at most `_SWEEP_S`."""
-    if not parent.is_dir():
-        return
     deadline = time.monotonic() + _SWEEP_S
-    while time.monotonic() < deadline:
-        groups = [group for group in parent.iterdir() if group.is_dir()]
+    # Another process may remove it meanwhile.
+    while parent.is_dir() and time.monotonic() < deadline:
+        groups = [group for group in parent.glob("*") if group.is_dir()]
         for group in groups:
             for below in (group / _FROZEN, group):
                 _kill_all(below)

@@ -17,6 +17,7 @@ from sandboxes.calls import Execution, ToolCall
 from sandboxes.driver import Driver, Sandbox, execute
 from sandboxes.effects import Effect
 from sandboxes.linux import spawn
+from sandboxes.linux.cgroups import Cgroups
 from sandboxes.listener import Listener
 from sandboxes.local.driver import LocalDriver
 from sandboxes.shell_files import copies
@@ -32,6 +33,17 @@ needs_forks = pytest.mark.skipif(not Path(spawn.ANCHOR).exists(), reason="no C c
 def local_driver(data_dir: Path, *, checkpoints: bool = True, images_dir: Path | None = None) -> LocalDriver:
     """Return a local driver; with checkpoints, live processes are frozen where CRIU works."""
     return LocalDriver(data_dir, CriuCheckpointer(data_dir, images_dir=images_dir) if checkpoints else None)
+
+
+def probed_groups() -> Cgroups:
+    """Return groups that were opened and closed again; their `problem` says why none can be written here, if so.
+
+    Each process of the tests has a name of its own: two that made and removed one group would take it from each other.
+    """
+    groups = Cgroups(f"forkpoint-test-probe-{os.getpid()}")
+    groups.open()
+    groups.close()
+    return groups
 
 
 class Answer:

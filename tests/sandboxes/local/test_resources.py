@@ -6,9 +6,9 @@ import pytest
 
 from sandboxes.calls import Execution, ResourceUse, ToolCall
 from sandboxes.driver import Sandbox
-from sandboxes.linux.cgroups import Cgroups, mount_points
+from sandboxes.linux.cgroups import mount_points
 from sandboxes.spec import Limits
-from tests.sandboxes.box import in_sandbox, needs_root
+from tests.sandboxes.box import in_sandbox, needs_root, probed_groups
 
 BURN = """python3 -c '
 import time
@@ -24,11 +24,8 @@ pytestmark = needs_root
 @pytest.fixture(autouse=True)
 def _counted() -> None:
     """Skip where nothing is counted."""
-    groups = Cgroups("forkpoint-test-resources")
-    groups.open()
-    counted = groups.writable and (groups.version == 2 or "cpuacct" in mount_points())
-    groups.close()
-    if not counted:
+    groups = probed_groups()
+    if groups.problem or (groups.version == 1 and "cpuacct" not in mount_points()):
         pytest.skip(f"no control group counts CPU time here: {groups.problem}")
 
 
