@@ -1,7 +1,11 @@
 """Calls and answers are stored once, compressed, and deleted with their last record."""
 
 import asyncio
+from base64 import b64encode
+from hashlib import shake_128
 from pathlib import Path
+
+import pytest
 
 from proxy.storage.records import pack_large
 from proxy.tree.keys import call_key
@@ -9,6 +13,8 @@ from proxy.tree.tree import Record
 from sandboxes.calls import ResourceUse, ToolCall, ToolResult
 from sandboxes.effects import Effect
 from tests.proxy.storage.rig import opened, rows, save, tree_of
+
+LARGE = shake_128(b"random").digest(300_000)
 
 
 def test_equal_blobs_are_stored_once(tmp_path: Path) -> None:
@@ -27,6 +33,14 @@ def test_a_large_answer_is_compressed(tmp_path: Path) -> None:
         sizes = dict(store.database.rows("SELECT id, LENGTH(data) FROM blobs", ()))
         assert sizes[record.answer] < 1000
         assert store.records.result(record).body == b"same" * 10_000
+
+
+@pytest.mark.parametrize(("body", "is_packed"), [(LARGE.hex().encode(), 1), (b64encode(LARGE), 0), (LARGE, 0)])
+def test_large_random_bytes_are_not_compressed_in_vain(tmp_path: Path, body: bytes, is_packed: int) -> None:
+    with opened(tmp_path) as store:
+        record = save(store, tree_of(store), "a", body)
+        assert store.database.row("SELECT packed FROM blobs WHERE id = ?", (record.answer,)) == (is_packed,)
+        assert store.records.result(record).body == body
 
 
 def test_a_call_that_was_packed_ahead_is_stored_like_any_other(tmp_path: Path) -> None:
