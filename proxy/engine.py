@@ -241,6 +241,7 @@ class Engine:
         await ending.stage("states that calls wait for", self.restorer.drain())
         await ending.stage("snapshots", self.capture.drain())
         await ending.stage("last states", self._keep_last_states(), within_s=LAST_FREEZES_S + STAGE_S)
+        await ending.stage("trees", self.trees.aclose())
         self.roots.background.cancel()
         await ending.stage("looks at sources", self.roots.background.wait())
         await asyncio.gather(
@@ -361,7 +362,7 @@ def build_engine(
     if settings.quotas:
         quotas = Quotas(settings.quotas, patience_s=settings.sandbox_patience_s, max_waiting=settings.max_requests // 2)
     executor = Executor(
-        restorer, store.records, counts, roots, flights, answers.keep, answers.of, renew, quotas, gate
+        restorer, store.records, counts, roots, flights, answers.keep, answers.of, renew, trees.whole, quotas, gate
     )  # fmt: skip
     notes = StepNotes(counts, warm, lambda record: answers.of(record).model_tokens, traces)
     step = Stepper(executor, journal, notes, gate)

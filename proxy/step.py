@@ -45,7 +45,7 @@ class Stepper:
         if self._gate is not None or self.order.busy(rollout, but_for=expected) or not rollout.cached:
             return None  # In a cluster, the log has each step before its answer is sent: that is an await.
         own = key if rollout.node.state is not None else key_for(rollout, key, time.monotonic())
-        record = rollout.node.records.get(own)
+        record = rollout.tree.record(rollout.node, own)
         return record if record is not None and has_way_back(record, rollout.tree) else None
 
     def take(self, rollout: Rollout, record: Record) -> None:
@@ -86,6 +86,7 @@ class Stepper:
     ) -> Answer | None:
         timing, began, record = Timing(), time.perf_counter(), None
         async with self.order.turn(rollout, key, commutes=commutes):
+            await self._executor.whole(rollout.tree)
             node = rollout.node
             bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{node.id}")
             if rollout.finished or node.detached:
@@ -104,8 +105,7 @@ class Stepper:
                     return None
                 if outcome is Outcome.WAIT and not holds(record, rollout, now):
                     record = None  # It joined the execution of a rollout whose processes have another age.
-                # A response that was passed on while it arrived may be too large for the memory, and is not read.
-                elif listener is None:
+                elif listener is None:  # One that was passed on while it arrived may be too large for the memory.
                     self._executor.read_answer(record)
             if self._gate is not None:
                 await self._gate.logged(rollout, record, outcome)

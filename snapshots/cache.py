@@ -195,16 +195,18 @@ class SnapshotCache:
 
     def reattach(self, tree: int, nodes: Mapping[int, StateNode]) -> None:
         """Attach the snapshots on disk to the nodes of a tree that was read back; drop those of missing nodes."""
-        # The store iterates over a copy, so snapshots may be dropped in the loop.
-        for snapshot in self._store:
-            if snapshot.tree == tree:
-                node = nodes.get(snapshot.node)
-                # A node that was forgotten just before a crash may have left its snapshot on disk.
-                # A second snapshot of one node comes from a kill between saving it and attaching it.
-                if node is None or node.snapshot is not None:
-                    self._store.drop(snapshot)
-                else:
-                    node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
+        for snapshot in self.of_tree(tree):
+            node = nodes.get(snapshot.node)
+            # A node that was forgotten just before a crash may have left its snapshot on disk.
+            # A second snapshot of one node comes from a kill between saving it and attaching it.
+            if node is None or node.snapshot is not None:
+                self._store.drop(snapshot)
+            else:
+                node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
+
+    def of_tree(self, tree: int) -> list[Snapshot]:
+        """Return the snapshots on disk of a tree's nodes."""
+        return [snapshot for snapshot in self._store if snapshot.tree == tree]
 
     @contextmanager
     def leased(self, node: StateNode) -> Iterator[FrozenState]:

@@ -118,8 +118,8 @@ class CallOrder:
         until = loop.time() + WINDOW_S
         # Looked up again after each wait: another call may have moved the rollout to a node that knows this one.
         # 1. A call that the tree knows goes first, in the order of `lock`.
-        while key not in rollout.node.records:
-            known = any(other in rollout.node.records for other in queue.commuting)
+        while rollout.tree.record(rollout.node, key) is None:
+            known = any(rollout.tree.record(rollout.node, other) is not None for other in queue.commuting)
             # Read once: between two looks the window may end, and nothing would end the wait.
             remaining_s = until - loop.time()
             # 3. No waiting call is known: the smallest key goes first, so that the order recorded here is

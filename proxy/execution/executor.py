@@ -52,19 +52,21 @@ class Executor:
         keep_answer: Callable[[Record, ToolResult], object],
         read_answer: Callable[[Record], object],
         renew: Callable[[Rollout], Awaitable[bool]],
+        whole: Callable[[Tree], Awaitable[None]],
         quotas: "Quotas | None" = None,
         gate: Gate | None = None,
     ) -> None:
         """Create the executor. `keep_answer` is given each new record's answer; the gate is None without a cluster.
 
-        `renew` moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. Quotas say how many calls
+        `renew` moves a rollout that has seen nothing to the current tree; see `Tasks.renew`. `whole` waits until a tree
+        that is read back has all that the store has of it. Quotas say how many calls
         of tasks run at once; None is without any.
         """
         self._restorer, self._records, self._counts, self._roots = restorer, records, counts, roots
         # `read_answer` raises `DamagedError` if a record's answer is not what was written.
         self._keep_answer, self.read_answer, self._gate = keep_answer, read_answer, gate
         self.flights, self.timings = flights, Timings()
-        self._renew, self.quotas = renew, quotas
+        self._renew, self.whole, self.quotas = renew, whole, quotas
         self._elsewhere: KeptElsewhere = NothingElsewhere() if gate is None else gate.states
 
     def is_readable(self, tree: Tree, record: Record) -> bool:

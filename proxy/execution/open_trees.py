@@ -8,12 +8,15 @@ circles are not freed, such as the nodes of a closed tree: when many may have ga
 import asyncio
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 
+from proxy.storage.errors import StoreError
+from proxy.storage.tree_reading import TreeReading
 from proxy.storage.trees import TreeStore
 from proxy.tree.tree import Node, Tree
 from sandboxes.spec import EnvironmentSpec
+from sandboxes.task_owner import TaskOwner
 from snapshots.cache import SnapshotCache
 
 _SLICES_FROZEN = 40
@@ -37,8 +40,10 @@ class OpenTrees:
         self._trees: dict[int, Tree] = {}
         # When each was last named by its number, on the monotonic clock.
         self._named_at: dict[int, float] = {}
-        # Trees that `read_back` reads and that have not been in memory since it began.
-        self._reading: set[int] = set()
+        # Trees that are not whole yet, by number, with the tasks that read them.
+        self._readings: dict[int, TreeReading] = {}
+        self._reading = TaskOwner()
+        self._ends: dict[int, asyncio.Task[None]] = {}
         self._closed = 0
 
     def __iter__(self) -> Iterator[Tree]:
@@ -70,38 +75,89 @@ class OpenTrees:
         return tree_id in self._trees or self._store.exists(tree_id)
 
     def load(self, tree_id: int) -> Tree:
-        """Return a tree that exists in the store."""
+        """Return a tree that exists in the store. Holds up all hits while it reads one that is not in memory."""
         tree = self._trees.get(tree_id)
         self._named_at[tree_id] = time.monotonic()
-        return self._keep(self._store.load(tree_id)) if tree is None else tree
+        if tree is not None:
+            return tree
+        reading = self._readings.get(tree_id) or self._store.reading(tree_id)
+        while reading.step():
+            pass
+        return self._keep(reading)
 
     def unnamed_since(self, at: float) -> list[Tree]:
         """Return the trees in memory that nobody named since, the first ones first; at is on the monotonic clock."""
         named = sorted((named_at, tree_id) for tree_id, named_at in self._named_at.items() if named_at <= at)
         return [self._trees[tree_id] for _, tree_id in named]
 
+    @property
+    def are_whole(self) -> bool:
+        """Whether no tree is being read back."""
+        return not self._readings
+
     async def read_back(self, tree_id: int) -> None:
         """Bring a tree into memory, as `load` does, while hits are answered. Raises DamagedError for its root."""
+        if tree_id not in self._trees:
+            self._read(tree_id)
+            await asyncio.shield(self._ends[tree_id])
+
+    async def whole(self, tree: Tree) -> None:
+        """Wait until a tree has all nodes and records of the store. Raises StoreError if they cannot be read."""
+        if tree.unread is not None:
+            end = self._ends.get(tree.id)
+            if end is None:
+                raise StoreError("the recorded calls of this task could not be read back. Send the call again.")
+            await asyncio.shield(end)
+
+    def begin(self, tree_id: int, nodes: Iterable[int], failed: Callable[[], object]) -> bool:
+        """Begin to bring a tree into memory; return whether rollouts at these nodes can go on before it is whole.
+
+        `failed` is called if the tree cannot be read; whatever names it then has to open it again.
+        """
         if tree_id in self._trees:
-            return
-        self._reading.add(tree_id)
+            return True
+        reading = self._read(tree_id)
+        known = [reading.node(number) for number in nodes]
+        if not reading.tells or any(node is None or node.state is None for node in known):
+            return False
+        self._ends[tree_id].add_done_callback(lambda end: failed() if end.cancelled() or end.exception() else None)
+        return True
+
+    async def aclose(self) -> None:
+        """Read nothing back any more."""
+        self._reading.cancel()
+        await self._reading.wait()
+
+    def _read(self, tree_id: int) -> TreeReading:
+        reading = self._readings.get(tree_id)
+        if reading is None:
+            kept = {snapshot.node: snapshot for snapshot in self._cache.of_tree(tree_id)}
+
+            def attach(node: Node) -> None:
+                if (snapshot := kept.get(node.id)) is not None:
+                    node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
+
+            reading = self._readings[tree_id] = self._store.reading(tree_id, attach)
+            self._ends[tree_id] = self._reading.spawn("read back", self._finish(tree_id, reading), awaited=True)
+        return reading
+
+    async def _finish(self, tree_id: int, reading: TreeReading) -> None:
         try:
-            steps = self._store.loading(tree_id)
             for number in count(1):
-                try:
-                    next(steps)
-                except StopIteration as end:
-                    # A tree that was in memory meanwhile may have got records that the slices before lack.
-                    if tree_id in self._reading and self._store.exists(tree_id):
-                        self._keep(end.value)
-                    return
+                if not reading.step():
+                    break
                 if number % _SLICES_FROZEN == 0:
                     # A full collection amid a large tree would hold up hits. This one looks at the newest objects only.
                     gc.collect(1)
                     gc.freeze()
                 await asyncio.sleep(0)
+            # `load` may have read it to its end meanwhile.
+            if self._readings.get(tree_id) is reading and self._store.exists(tree_id):
+                self._keep(reading)
         finally:
-            self._reading.discard(tree_id)
+            if self._readings.get(tree_id) is reading:
+                del self._readings[tree_id]
+            del self._ends[tree_id]
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree; None if the node or its tree was deleted."""
@@ -112,10 +168,8 @@ class OpenTrees:
 
     def open(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of a task under this root key, which is created if the store has none."""
-        # The number 0 is no tree's, so an unknown key finds nothing.
-        tree = self._trees.get(self._store.id_of(task, key, spec) or 0)
-        if tree is None:
-            tree = self._keep(self._store.open(task, key, spec))
+        known = self._store.id_of(task, key, spec)
+        tree = self._add(self._store.create(task, key, spec)) if known is None else self.opened(known)
         if spec.shared:
             # The store remembers which tasks share a tree, so that deleting one of the tasks keeps it.
             self._store.share(task, tree.id)
@@ -123,19 +177,31 @@ class OpenTrees:
             tree.spec = spec
         return tree
 
+    def opened(self, tree_id: int) -> Tree:
+        """Return a tree that exists in the store, maybe not whole yet; it is read to its end if that has not begun."""
+        reading = self._readings.get(tree_id)
+        return self.load(tree_id) if reading is None else reading.tree
+
     def close(self, tree_id: int) -> Tree | None:
         """Remove a tree from memory and return it; None if it was not there."""
+        self._readings.pop(tree_id, None)
         tree = self._trees.pop(tree_id, None)
         self._named_at.pop(tree_id, None)
         self._closed += 0 if tree is None else tree.size
         return tree
 
-    def _keep(self, tree: Tree) -> Tree:
+    def _keep(self, reading: TreeReading) -> Tree:
+        tree = reading.tree
+        self._readings.pop(tree.id, None)
+        # Snapshots outlive the process; their nodes have just become objects again.
+        for node in reading.ahead:
+            node.snapshot = None
+        self._cache.reattach(tree.id, tree.nodes)
+        return self._add(tree)
+
+    def _add(self, tree: Tree) -> Tree:
         self._trees[tree.id] = tree
         self._named_at[tree.id] = time.monotonic()
-        self._reading.discard(tree.id)
-        # Snapshots outlive the process; their nodes have just become objects again.
-        self._cache.reattach(tree.id, tree.nodes)
         return tree
 
 

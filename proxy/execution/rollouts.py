@@ -155,15 +155,18 @@ class Rollouts:
     def read_back(self, task: Task) -> None:
         """Read a task's running rollouts from the store, each at the node that its last step led to."""
         self._of_tasks[task.name] = task.rollouts
-        # The journal holds the latest steps; the store lags until it is folded.
-        self._journal.fold()
+        self.fold()
         for row in self._store.rollouts.of_task(task.name, running=True):
             # Not the task's current tree: an older rollout stays in the tree that it began in.
             rollout, why = None, row["lost"] if row["whole"] else "its row in the store is damaged"
             if not why:
                 try:
-                    tree = self._trees.load(row["tree"])
-                    if (node := tree.nodes.get(row["node"])) is not None:
+                    tree = self._trees.opened(row["tree"])
+                    node = tree.node(row["node"])
+                    if tree.unread is not None and (node is None or node.state is None):
+                        # It is not known yet, or which calls it has answered there.
+                        node = self._trees.load(tree.id).node(row["node"])
+                    if node is not None:
                         rollout = Rollout(row["id"], row["name"], task.name, tree, node, calls=row["calls"])
                         rollout.polled_keys = self._polled_keys(rollout)
                 except DamagedError as error:
@@ -182,6 +185,10 @@ class Rollouts:
                 rollout.note_all_polled()
             rollout.begin(rollout.arrived_at)
             self._add(task, rollout)
+
+    def fold(self) -> None:
+        """Write the steps of the journal into the store, which lags until then."""
+        self._journal.fold()
 
     def close(self, task: Task) -> None:
         """Remove a task's rollouts from memory; the store keeps them."""

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
 from proxy.execution.gate import Gate
 from proxy.execution.open_trees import OpenTrees
@@ -59,13 +60,22 @@ class Tasks:
         """Return a task that is in memory; None if it is not."""
         return self._tasks.get(name)
 
-    async def open(self, name: str) -> Task:
-        """Return a task; an unknown name becomes one with the default environment. Raises SpecError."""
+    async def open(self, name: str, *, whole: bool = True) -> Task:
+        """Return a task; an unknown name becomes one with the default environment. Raises SpecError.
+
+        Only calls of rollouts need no `whole` trees: those that are known are answered while a tree is read back.
+        """
         # Without a lock: most requests find the task in memory, and a hit must not wait for another task's opening.
         task = self._tasks.get(name)
-        if task is not None:
-            task.used_at = time.monotonic()
-            return task
+        if task is None:
+            task = await self._open(name, whole=whole)
+        task.used_at = time.monotonic()
+        if whole and not self._trees.are_whole:
+            for tree in {task.tree, *(rollout.tree for rollout in task.rollouts.values())}:
+                await self._trees.whole(tree)
+        return task
+
+    async def _open(self, name: str, *, whole: bool) -> Task:
         self._require(name)
         # One opening for each name: two would read the rollouts twice, and each rollout would exist as two objects.
         async with self._opening.setdefault(name, asyncio.Lock()):
@@ -79,7 +89,7 @@ class Tasks:
                 key = await self.key(spec or self._default_spec)
                 # Only after the spec has proved usable, so that a failed request leaves no task behind.
                 if row is not None:
-                    await self._read_back(name, spec or self._default_spec, key)
+                    await self._read_back(name, spec or self._default_spec, key, whole=whole)
                 # It may have been deleted meanwhile.
                 if row is None or not self._store.tasks.exists(name):
                     self._put(name, None)
@@ -130,17 +140,32 @@ class Tasks:
         if self._gate is not None:
             self._gate.task_put(name)
 
-    async def _read_back(self, name: str, spec: EnvironmentSpec, key: str) -> None:
-        """Read the trees that `admit` will need, in slices: large ones would hold up the hits of all tasks."""
+    async def _read_back(self, name: str, spec: EnvironmentSpec, key: str, *, whole: bool = True) -> None:
+        """Read the trees that `admit` will need, in slices: large ones would hold up the hits of all tasks.
+
+        Without `whole`, return as soon as known calls of the running rollouts can be answered.
+        """
         current = self._store.trees.id_of(name, key, spec)
-        needed = set[int]() if current is None else {current}
+        # Where the rollouts are, by tree.
+        needed: dict[int, set[int]] = {} if current is None else {current: set()}
         if name not in self._tasks:
-            rows = self._store.rollouts.of_task(name, running=True)
-            needed |= {row["tree"] for row in rows if row["whole"] and not row["lost"]}
-        for tree in needed:
+            # The journal has their last steps.
+            self.rollouts.fold()
+            for row in self._store.rollouts.of_task(name, running=True):
+                if row["whole"] and not row["lost"]:
+                    needed.setdefault(row["tree"], set()).add(row["node"])
+        for tree, nodes in needed.items():
             # `admit` meets the damage again, and says which rollouts are lost by it.
             with suppress(DamagedError):
-                await self._trees.read_back(tree)
+                # In a cluster, the log has each step before its answer is sent, and its steps name records by number.
+                if whole or self._gate is not None or not self._trees.begin(tree, nodes, partial(self._give_up, tree)):
+                    await self._trees.read_back(tree)
+
+    def _give_up(self, tree: int) -> None:
+        """Remove the tasks from memory whose tree could not be read: their next request opens them again."""
+        for task in self:
+            if any(used.id == tree for used in (task.tree, *(rollout.tree for rollout in task.rollouts.values()))):
+                self.close(task)
 
     def admit(self, name: str, spec: EnvironmentSpec | None, key: str) -> Task:
         """Put a task of the store into memory, with its environment (None for the default one) and its root key."""
@@ -184,7 +209,7 @@ class Tasks:
         """
         rollout = self.rollouts.running.get((task_name, name))
         if rollout is None:
-            task = await self.current(await self.open(task_name))
+            task = await self.current(await self.open(task_name, whole=False))
             # Another first call may have begun the rollout while the task was opened.
             rollout = task.rollouts.get(name) or self.rollouts.begin(
                 task, name, task.tree, task.tree.root, labels=labels

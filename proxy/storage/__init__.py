@@ -1,5 +1,5 @@
 """Everything that outlives a restart: the SQLite database and the journal of steps.
 
 Process: the proxy.
-May import: proxy, proxy.tree, sandboxes, sandboxes.linux.
+May import: proxy.tree, sandboxes, sandboxes.linux.
 """

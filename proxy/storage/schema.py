@@ -66,6 +66,9 @@ _INDEXES = (
     ("trees", ["task", "root_key"]),
     ("nodes", ["tree"]),
     ("records", ["tree"]),
+    # A tree that is being read back answers calls by these (`proxy.storage.tree_reading`).
+    ("records", ["source", "key"]),
+    ("records", ["target"]),
     ("rollouts", ["task"]),
     ("rollouts", ["task", "name"]),
     ("rollouts", ["tree"]),

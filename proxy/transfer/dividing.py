@@ -11,8 +11,8 @@ import orjson
 from proxy.shares import Share
 from proxy.storage.backup import STATES
 from proxy.storage.data_dir import STORE, directory_of, write_workers
-from proxy.storage.joining import join, keep_share
 from proxy.transfer.format import BundleError, Part, read
+from proxy.transfer.joining import join, keep_share
 from proxy.transfer.state_records import unit_of
 from sandboxes.linux.files import sync_path
 

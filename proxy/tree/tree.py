@@ -18,6 +18,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from proxy.tree.keys import CallKey
 from sandboxes.calls import Execution, ToolCall
@@ -129,11 +130,26 @@ class Destination:
     state: StateDigest | None
 
 
+class Unread(Protocol):
+    """What the store has of a tree that is being read back, and memory has not yet."""
+
+    def record(self, node: Node, key: CallKey) -> Record | None:
+        """Return the record of a call at a node, if the whole tree will surely have it there; else None."""
+        ...
+
+    def node(self, number: int) -> Node | None:
+        """Return a node with its path from the root, if the whole tree will surely have both; else None."""
+        ...
+
+
 class Tree:
     """All nodes and records of one root state."""
 
-    def __init__(self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "") -> None:
+    def __init__(
+        self, tree_id: int, root: Node, spec: EnvironmentSpec, key: str = "", unread: Unread | None = None
+    ) -> None:
         # `key` is the digest of the spec and of what it referred to when the tree began (`keys.root_key`).
+        self.unread = unread  # None once the tree is whole.
         self.id, self.root, self.spec, self.key = tree_id, root, spec, key
         self.nodes: dict[int, Node] = {root.id: root}  # By number, diverged ones included.
         self.aside: list[Record] = []  # Records that are set aside.
@@ -141,6 +157,20 @@ class Tree:
         self.forgotten = 0  # Number of those that were forgotten since.
         self._by_state: dict[bytes, Node] = {}
         self._index(root)
+
+    def complete(self) -> None:
+        """Note that all nodes and records of the store are in the tree."""
+        self.unread = None
+
+    def record(self, node: Node, key: CallKey) -> Record | None:
+        """Return the record of a call at a node; of a tree that is not whole, only one that it will surely have."""
+        record = node.records.get(key)
+        return record if record is not None or self.unread is None else self.unread.record(node, key)
+
+    def node(self, number: int) -> Node | None:
+        """Return a node by its number; of a tree that is not whole, only one that it will surely have."""
+        node = self.nodes.get(number)
+        return node if node is not None or self.unread is None else self.unread.node(number)
 
     def destination(
         self, source: Node, effect: Effect, state: StateDigest | None, *, private: bool = False

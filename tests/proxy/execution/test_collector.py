@@ -9,7 +9,7 @@ import pytest
 
 from proxy.execution import open_trees
 from proxy.execution.open_trees import Collector, OpenTrees
-from proxy.storage import trees as tree_store
+from proxy.storage import tree_reading
 from proxy.storage.store import Store
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record
@@ -87,7 +87,7 @@ def test_forgotten_nodes_count_as_dropped(tmp_path: Path) -> None:
 
 
 def test_a_tree_that_is_read_back_is_frozen_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_store, "_PAGE_ROWS", 2)
+    monkeypatch.setattr(tree_reading, "_PAGE_ROWS", 2)
     monkeypatch.setattr(open_trees, "_SLICES_FROZEN", 1)
 
     async def test(_: Store, trees: OpenTrees, number: int) -> None:

@@ -19,6 +19,9 @@ class NoSnapshots:
     def reattach(self, _tree: int, _nodes: object) -> None:
         return
 
+    def of_tree(self, _tree: int) -> list[object]:
+        return []
+
 
 def with_twenty_records(folder: Path, test: Callable[[Store, OpenTrees, int], Awaitable[None]]) -> None:
     """Run a test on a store with a tree of twenty records that is not in memory."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.storage import trees
+from proxy.storage import tree_reading
 from proxy.storage.journal_segments import JournalEntry
 from proxy.storage.store import Store
 from proxy.tree.keys import call_key
@@ -127,8 +127,8 @@ def test_a_tree_is_read_back_unchanged(makings: list[Made], doubted: int, pinned
 
 def test_long_rollouts_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are counted a few at a time, so that hits of other tasks wait for few of them; no count is lost."""
-    monkeypatch.setattr(trees, "_STEPS_AT_ONCE", 5)
-    monkeypatch.setattr(trees, "_RECORDS_OF_A_COUNT", 2)
+    monkeypatch.setattr(tree_reading, "_STEPS_AT_ONCE", 5)
+    monkeypatch.setattr(tree_reading, "_RECORDS_OF_A_COUNT", 2)
     with opened(tmp_path) as store:
         tree = tree_of(store)
         records = [save(store, tree, f"echo {number}", b"") for number in range(5)]
@@ -136,7 +136,7 @@ def test_long_rollouts_are_read_in_slices(tmp_path: Path, monkeypatch: pytest.Mo
             rollout = store.rollouts.create("task", name, tree.id, tree.root.id)
             steps = [JournalEntry(rollout, turn, record.id, Outcome.HIT) for turn, record in enumerate(records)]
             store.rollouts.fold(steps)
-        slices = sum(1 for _ in store.trees._uses(tree))
+        slices = sum(1 for _ in store.trees.reading(tree.id)._uses())
         again = store.trees.load(tree.id)
     # One at the end of the page, and one before each rollout but the first.
     assert slices == 4
