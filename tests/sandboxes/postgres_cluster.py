@@ -22,6 +22,8 @@ from forkpoint.ephemeral_proxy import free_port
 from sandboxes.spec import Database, EnvironmentSpec
 
 PASSWORD = "the administrator's"
+_NEEDED_BYTES = 4 << 30
+"""Memory that must be free for data directories; those of a run of all tests take some hundred megabytes."""
 SHOP = """
 CREATE TABLE item (id int PRIMARY KEY, name text NOT NULL, price numeric(8, 2), stock int DEFAULT 0);
 INSERT INTO item SELECT n, 'item ' || n, n * 1.25, n % 7 FROM generate_series(1, 50) n;
@@ -137,7 +139,7 @@ def cluster(
     """
     programs = _programs()
     assert programs is not None
-    folder = Path(tempfile.mkdtemp(prefix="forkpoint-pg-", dir="/var/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="forkpoint-pg-", dir=_place()))
     password = folder / "password"
     password.write_text(PASSWORD)
     identity: dict[str, Any] = {}
@@ -176,6 +178,12 @@ def cluster(
             _run([*prefix, programs / "pg_ctl", "-D", data, "-m", "immediate", "-w", "stop"], identity)
     finally:
         shutil.rmtree(folder)
+
+
+def _place() -> Path:
+    """Return where data directories lie: in memory if enough is free, where a database is made four times as fast."""
+    memory, disk = Path("/dev/shm"), Path("/var/tmp")
+    return memory if memory.is_dir() and shutil.disk_usage(memory).free > _NEEDED_BYTES else disk
 
 
 def _as(identity: dict[str, Any]) -> tuple[str, ...]:
