@@ -9,6 +9,7 @@ import asyncio
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from itertools import count
 
 from proxy.storage.errors import StoreError
@@ -32,6 +33,14 @@ A collection then costs each dropped record what it would cost two that stay.
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """A tree that is read back, and the task that reads its slices."""
+
+    slices: TreeReading
+    end: asyncio.Task[None]
+
+
 class OpenTrees:
     """Trees by number. Every room sees the same object for a tree, so a change is seen at once."""
 
@@ -40,10 +49,9 @@ class OpenTrees:
         self._trees: dict[int, Tree] = {}
         # When each was last named by its number, on the monotonic clock.
         self._named_at: dict[int, float] = {}
-        # Trees that are not whole yet, by number, with the tasks that read them.
-        self._readings: dict[int, TreeReading] = {}
-        self._reading = TaskOwner()
-        self._ends: dict[int, asyncio.Task[None]] = {}
+        # The trees that are not whole yet, by number.
+        self._readings: dict[int, _Reading] = {}
+        self._tasks = TaskOwner()
         self._closed = 0
 
     def __iter__(self) -> Iterator[Tree]:
@@ -77,13 +85,14 @@ class OpenTrees:
     def load(self, tree_id: int) -> Tree:
         """Return a tree that exists in the store. Holds up all hits while it reads one that is not in memory."""
         tree = self._trees.get(tree_id)
-        self._named_at[tree_id] = time.monotonic()
         if tree is not None:
+            self._named_at[tree_id] = time.monotonic()
             return tree
-        reading = self._readings.get(tree_id) or self._store.reading(tree_id)
-        while reading.step():
+        begun = self._readings.get(tree_id)
+        slices = self._store.reading(tree_id) if begun is None else begun.slices
+        while slices.step():
             pass
-        return self._keep(reading)
+        return self._keep(slices)
 
     def unnamed_since(self, at: float) -> list[Tree]:
         """Return the trees in memory that nobody named since, the first ones first; at is on the monotonic clock."""
@@ -98,16 +107,15 @@ class OpenTrees:
     async def read_back(self, tree_id: int) -> None:
         """Bring a tree into memory, as `load` does, while hits are answered. Raises DamagedError for its root."""
         if tree_id not in self._trees:
-            self._read(tree_id)
-            await asyncio.shield(self._ends[tree_id])
+            await asyncio.shield(self._read(tree_id).end)
 
     async def whole(self, tree: Tree) -> None:
         """Wait until a tree has all nodes and records of the store. Raises StoreError if they cannot be read."""
         if tree.unread is not None:
-            end = self._ends.get(tree.id)
-            if end is None:
+            reading = self._readings.get(tree.id)
+            if reading is None or reading.slices.tree is not tree:
                 raise StoreError("the recorded calls of this task could not be read back. Send the call again.")
-            await asyncio.shield(end)
+            await asyncio.shield(reading.end)
 
     def begin(self, tree_id: int, nodes: Iterable[int], failed: Callable[[], object]) -> bool:
         """Begin to bring a tree into memory; return whether rollouts at these nodes can go on before it is whole.
@@ -117,18 +125,18 @@ class OpenTrees:
         if tree_id in self._trees:
             return True
         reading = self._read(tree_id)
-        known = [reading.node(number) for number in nodes]
-        if not reading.tells or any(node is None or node.state is None for node in known):
+        known = [reading.slices.node(number) for number in nodes]
+        if not reading.slices.tells or any(node is None or node.state is None for node in known):
             return False
-        self._ends[tree_id].add_done_callback(lambda end: failed() if end.cancelled() or end.exception() else None)
+        reading.end.add_done_callback(lambda end: failed() if end.cancelled() or end.exception() else None)
         return True
 
     async def aclose(self) -> None:
         """Read nothing back any more."""
-        self._reading.cancel()
-        await self._reading.wait()
+        self._tasks.cancel()
+        await self._tasks.wait()
 
-    def _read(self, tree_id: int) -> TreeReading:
+    def _read(self, tree_id: int) -> _Reading:
         reading = self._readings.get(tree_id)
         if reading is None:
             kept = {snapshot.node: snapshot for snapshot in self._cache.of_tree(tree_id)}
@@ -137,27 +145,33 @@ class OpenTrees:
                 if (snapshot := kept.get(node.id)) is not None:
                     node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
 
-            reading = self._readings[tree_id] = self._store.reading(tree_id, attach)
-            self._ends[tree_id] = self._reading.spawn("read back", self._finish(tree_id, reading), awaited=True)
+            slices = self._store.reading(tree_id, attach)
+            reading = _Reading(slices, self._tasks.spawn("read back", self._finish(slices), awaited=True))
+            self._readings[tree_id] = reading
         return reading
 
-    async def _finish(self, tree_id: int, reading: TreeReading) -> None:
+    async def _finish(self, slices: TreeReading) -> None:
+        tree_id = slices.tree.id
+
+        def is_ours() -> bool:
+            # `load` may have read it to its end meanwhile, or it was closed.
+            reading = self._readings.get(tree_id)
+            return reading is not None and reading.slices is slices
+
         try:
             for number in count(1):
-                if not reading.step():
+                if not slices.step():
                     break
                 if number % _SLICES_FROZEN == 0:
                     # A full collection amid a large tree would hold up hits. This one looks at the newest objects only.
                     gc.collect(1)
                     gc.freeze()
                 await asyncio.sleep(0)
-            # `load` may have read it to its end meanwhile.
-            if self._readings.get(tree_id) is reading and self._store.exists(tree_id):
-                self._keep(reading)
+            if is_ours() and self._store.exists(tree_id):
+                self._keep(slices)
         finally:
-            if self._readings.get(tree_id) is reading:
+            if is_ours():
                 del self._readings[tree_id]
-            del self._ends[tree_id]
 
     def node(self, tree_id: int, node_id: int) -> Node | None:
         """Return a node of any tree; None if the node or its tree was deleted."""
@@ -180,7 +194,7 @@ class OpenTrees:
     def opened(self, tree_id: int) -> Tree:
         """Return a tree that exists in the store, maybe not whole yet; it is read to its end if that has not begun."""
         reading = self._readings.get(tree_id)
-        return self.load(tree_id) if reading is None else reading.tree
+        return self.load(tree_id) if reading is None else reading.slices.tree
 
     def close(self, tree_id: int) -> Tree | None:
         """Remove a tree from memory and return it; None if it was not there."""
@@ -190,11 +204,11 @@ class OpenTrees:
         self._closed += 0 if tree is None else tree.size
         return tree
 
-    def _keep(self, reading: TreeReading) -> Tree:
-        tree = reading.tree
+    def _keep(self, slices: TreeReading) -> Tree:
+        tree = slices.tree
         self._readings.pop(tree.id, None)
         # Snapshots outlive the process; their nodes have just become objects again.
-        for node in reading.ahead:
+        for node in slices.ahead:
             node.snapshot = None
         self._cache.reattach(tree.id, tree.nodes)
         return self._add(tree)

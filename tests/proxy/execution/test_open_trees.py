@@ -65,6 +65,28 @@ def test_a_tree_deleted_meanwhile_stays_away(tmp_path: Path, monkeypatch: pytest
     with_twenty_records(tmp_path, test)
 
 
+def test_a_tree_that_is_closed_amid_its_slices_can_be_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tree_reading, "_PAGE_ROWS", 2)
+
+    async def test(store: Store, trees: OpenTrees, number: int) -> None:
+        reading = asyncio.ensure_future(trees.read_back(number))
+        await asyncio.sleep(0)
+        partial = trees.opened(number)
+        trees.close(number)
+        with pytest.raises(StoreError, match="Send the call again"):
+            await trees.whole(partial)
+        await trees.read_back(number)
+        tree = trees.opened(number)
+        assert tree is trees.get(number) is not partial
+        assert len(tree.root.records) == 20
+        await reading
+        assert trees.get(number) is tree
+
+    with_twenty_records(tmp_path, test)
+
+
 COMMANDS = [f"echo {number} > f{number}; cat f{number}" for number in range(12)]
 
 
