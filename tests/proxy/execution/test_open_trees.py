@@ -70,7 +70,7 @@ def test_a_tree_that_is_closed_amid_its_slices_can_be_read_again(
 ) -> None:
     monkeypatch.setattr(tree_reading, "_PAGE_ROWS", 2)
 
-    async def test(store: Store, trees: OpenTrees, number: int) -> None:
+    async def test(_store: Store, trees: OpenTrees, number: int) -> None:
         reading = asyncio.ensure_future(trees.read_back(number))
         await asyncio.sleep(0)
         partial = trees.opened(number)
