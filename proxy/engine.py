@@ -337,7 +337,7 @@ def build_engine(
         budget_bytes=settings.snapshot_bytes, checkpoint_bytes=settings.checkpoint_bytes,
         quota_of=_disk_quotas(access, store, workers=settings.workers),
     )  # fmt: skip
-    trees = OpenTrees(store.trees, cache)
+    trees = OpenTrees(store.trees, cache, snapshots.of_tree)
     snapshot_value = SnapshotValue(
         cache, counts, walkers, trees, stored_positions, None if gate is None else store.records.save_set_aside
     )

@@ -195,7 +195,7 @@ class SnapshotCache:
 
     def reattach(self, tree: int, nodes: Mapping[int, StateNode]) -> None:
         """Attach the snapshots on disk to the nodes of a tree that was read back; drop those of missing nodes."""
-        for snapshot in self.of_tree(tree):
+        for snapshot in self._store.of_tree(tree):
             node = nodes.get(snapshot.node)
             # A node that was forgotten just before a crash may have left its snapshot on disk.
             # A second snapshot of one node comes from a kill between saving it and attaching it.
@@ -203,10 +203,6 @@ class SnapshotCache:
                 self._store.drop(snapshot)
             else:
                 node.snapshot, node.kept_age_s = snapshot.id, snapshot.age_s
-
-    def of_tree(self, tree: int) -> list[Snapshot]:
-        """Return the snapshots on disk of a tree's nodes."""
-        return [snapshot for snapshot in self._store if snapshot.tree == tree]
 
     @contextmanager
     def leased(self, node: StateNode) -> Iterator[FrozenState]:
@@ -242,7 +238,7 @@ class SnapshotCache:
         # They go with a node that is forgotten.
 
         # A list of the moment: snapshots that are taken meanwhile are not lent.
-        snapshots = [snapshot for snapshot in self._store if tree is None or snapshot.tree == tree]
+        snapshots = list(self._store) if tree is None else self._store.of_tree(tree)
         for snapshot in snapshots:
             snapshot.leases += 1
         try:
@@ -286,9 +282,8 @@ class SnapshotCache:
     def drop_tree(self, tree: int) -> None:
         """Remove every snapshot of a tree."""
         # Their nodes need no change: the tree has left the memory.
-        for snapshot in self._store:
-            if snapshot.tree == tree:
-                self._store.drop(snapshot)
+        for snapshot in self._store.of_tree(tree):
+            self._store.drop(snapshot)
 
     async def fit(self, judge: Judge) -> int:
         """Evict snapshots until all budgets hold, free what no snapshot uses, and return how many were evicted."""

@@ -167,6 +167,10 @@ class SnapshotStore:
     def __len__(self) -> int:
         return len(self._snapshots)
 
+    def of_tree(self, tree: int) -> list[Snapshot]:
+        """Return the snapshots of a tree's nodes."""
+        return [snapshot for snapshot in self._snapshots.values() if snapshot.tree == tree]
+
 
 def _parts(content: bytes) -> tuple[dict[str, Any], bytes]:
     digest, _, rest = content.partition(b"\n")

@@ -19,6 +19,7 @@ from proxy.tree.tree import Node, Tree
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import TaskOwner
 from snapshots.cache import SnapshotCache
+from snapshots.snapshot import Snapshot
 
 _SLICES_FROZEN = 40
 """Slices of a tree that is read back after which its objects are frozen. Each is 50 rows."""
@@ -44,8 +45,9 @@ class _Reading:
 class OpenTrees:
     """Trees by number. Every room sees the same object for a tree, so a change is seen at once."""
 
-    def __init__(self, store: TreeStore, cache: SnapshotCache) -> None:
-        self._store, self._cache = store, cache
+    def __init__(self, store: TreeStore, cache: SnapshotCache, snapshots: Callable[[int], Iterable[Snapshot]]) -> None:
+        """Create an empty registry; `snapshots` returns those of a tree's nodes."""
+        self._store, self._cache, self._snapshots = store, cache, snapshots
         self._trees: dict[int, Tree] = {}
         # When each was last named by its number, on the monotonic clock.
         self._named_at: dict[int, float] = {}
@@ -139,7 +141,7 @@ class OpenTrees:
     def _read(self, tree_id: int) -> _Reading:
         reading = self._readings.get(tree_id)
         if reading is None:
-            kept = {snapshot.node: snapshot for snapshot in self._cache.of_tree(tree_id)}
+            kept = {snapshot.node: snapshot for snapshot in self._snapshots(tree_id)}
 
             def attach(node: Node) -> None:
                 if (snapshot := kept.get(node.id)) is not None:
@@ -183,7 +185,7 @@ class OpenTrees:
     def open(self, task: str, key: str, spec: EnvironmentSpec) -> Tree:
         """Return the tree of a task under this root key, which is created if the store has none."""
         known = self._store.id_of(task, key, spec)
-        tree = self._add(self._store.create(task, key, spec)) if known is None else self.opened(known)
+        tree = self._add(self._store.open(task, key, spec)) if known is None else self.opened(known)
         if spec.shared:
             # The store remembers which tasks share a tree, so that deleting one of the tasks keeps it.
             self._store.share(task, tree.id)

@@ -39,10 +39,8 @@ class TreeStore:
     def open(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
         """Return or create a task's tree under this root key; a shared spec has one for all tasks."""
         known = self.id_of(task, root_key, spec)
-        return self.create(task, root_key, spec) if known is None else self.load(known)
-
-    def create(self, task: str, root_key: str, spec: EnvironmentSpec) -> Tree:
-        """Create a task's tree, which `id_of` did not find."""
+        if known is not None:
+            return self.load(known)
         tree, root = self._database.take_number("trees"), Node(self._database.take_number("nodes"))
         values = (tree, self.owner(task, spec), root_key, spec.model_dump_json(), root.id, time.time())
         with self._database.transaction() as execute:

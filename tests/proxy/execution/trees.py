@@ -19,9 +19,6 @@ class NoSnapshots:
     def reattach(self, _tree: int, _nodes: object) -> None:
         return
 
-    def of_tree(self, _tree: int) -> list[object]:
-        return []
-
 
 def with_twenty_records(folder: Path, test: Callable[[Store, OpenTrees, int], Awaitable[None]]) -> None:
     """Run a test on a store with a tree of twenty records that is not in memory."""
@@ -29,7 +26,7 @@ def with_twenty_records(folder: Path, test: Callable[[Store, OpenTrees, int], Aw
         tree = tree_of(store)
         for number in range(20):
             save(store, tree, f"echo {number}", b"%d" % number)
-        trees, number = OpenTrees(store.trees, cast("SnapshotCache", NoSnapshots())), tree.id
+        trees, number = OpenTrees(store.trees, cast("SnapshotCache", NoSnapshots()), lambda _: ()), tree.id
         del tree
 
         async def body() -> None:
