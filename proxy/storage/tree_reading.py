@@ -121,7 +121,7 @@ class TreeReading:
         return row if row is not None and row[13] and not row[15] else None
 
     def _read_node(self, number: int) -> bool:
-        """Read a node, if it has not been read; return False if the tree will lack it, or has set it aside."""
+        """Read a node, if it has not been read; return False if the tree will lack it."""
         if number not in self._nodes:
             sql = (
                 f"SELECT exact, content, diverged, pinned FROM nodes WHERE id = ? AND tree = ? AND {is_whole('nodes')}"
@@ -130,7 +130,7 @@ class TreeReading:
             if row is None:
                 return False
             self._nodes[number] = node_of(number, *row)
-        return not self._nodes[number].diverged
+        return True
 
     def _read(self) -> Generator[bool, None, None]:
         """Add nodes and records with hits and visits, yielding between pages."""
