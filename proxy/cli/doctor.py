@@ -41,7 +41,7 @@ _ENOUGH = 200
 _OTHER_DIRECTORY = "Choose a writable directory with free disk space: --data DIR."
 _TRIAL_REMEDIES = {
     "local": "In a container, compare its rights with those in docs/deploying.md. The data directory must be on a file "
-    "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay.",
+    "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay."
 }
 """What helps where the trial of a driver fails, if there is more to say than the error does."""
 

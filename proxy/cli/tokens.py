@@ -33,8 +33,7 @@ def token(
         str | None, typer.Option(help="Most disk for kept states of these tasks, such as 10G.", show_default="no limit")
     ] = None,
     file: Annotated[
-        Path,
-        typer.Option("--file", envvar="FORKPOINT_TOKEN_FILE", help="The proxy's token_file.", dir_okay=False),
+        Path, typer.Option("--file", envvar="FORKPOINT_TOKEN_FILE", help="The proxy's token_file.", dir_okay=False)
     ],
     json: JsonOption = False,
 ) -> None:
