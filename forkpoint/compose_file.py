@@ -259,8 +259,8 @@ def _side(
     words = (*_words(members.get("entrypoint") or ()), *_words(members.get("command") or ()))
     if test and not health.get("disable") and test != ["NONE"]:
         members["healthcheck"] = _line(test)
-        times = (seconds(health.get(key)) for key in ("interval", "timeout", "start_period"))
-        members["ready_s"] = ready_s(*times, int(health.get("retries") or 3))
+        interval_s, timeout_s, start_s = (seconds(health.get(key)) for key in ("interval", "timeout", "start_period"))
+        members["ready_s"] = ready_s(interval_s, timeout_s, start_s, int(health.get("retries") or 3))
     elif port is not None:
         members["port"] = port
     elif words and waits(words, interactive=False):

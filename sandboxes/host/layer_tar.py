@@ -21,10 +21,9 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files.facts import PIECE_BYTES, ContentHash
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.host.tar_stream import TarStream
 from sandboxes.linux.descriptors import Opened, open_unnoticed
-from sandboxes.linux.file_copy import is_mark, is_whiteout
+from sandboxes.linux.file_copy import OPAQUE, is_mark, is_whiteout
 from sandboxes.linux.file_flags import flags_of
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
 from sandboxes.portability import NotPortableError
@@ -59,8 +58,8 @@ _TYPES = {
 
 def _is_files(name: str) -> bool:
     """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
-    if is_mark(name, USER_MARKS) or name.startswith("trusted."):
-        return name == f"{USER_MARKS}opaque"
+    if is_mark(name) or name.startswith("trusted."):
+        return name == OPAQUE
     return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
 
 
