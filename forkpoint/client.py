@@ -62,7 +62,8 @@ def _arguments(request: ApiRequest[Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _reply(response: httpx.Response) -> Reply:
+def reply_of(response: httpx.Response) -> Reply:
+    """Return a response that was read in full."""
     headers = {name.lower(): value for name, value in response.headers.items()}
     return Reply(response.status_code, headers, response.content)
 
@@ -302,7 +303,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
             with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
                 if not response.is_success:
                     response.read()
-                    raise error_of(_reply(response))
+                    raise error_of(reply_of(response))
                 yield from response.iter_bytes()
         except httpx.TransportError as error:
             raise UnreachableError(self.url, _reason(error)) from error
@@ -319,7 +320,7 @@ class Client(_Connected[httpx.Client, httpx.BaseTransport], Blocking):
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:
-                reply = _reply(self._http.request(**arguments))
+                reply = reply_of(self._http.request(**arguments))
             except httpx.TransportError as error:
                 raise UnreachableError(self.url, _reason(error)) from error
             pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)
@@ -375,7 +376,7 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
             async with self._http.stream("GET", path, params=query, timeout=_STREAM) as response:
                 if not response.is_success:
                     await response.aread()
-                    raise error_of(_reply(response))
+                    raise error_of(reply_of(response))
                 async for chunk in response.aiter_bytes():
                     for line in ended(chunk):
                         yield line
@@ -394,7 +395,7 @@ class AsyncClient(_Connected[httpx.AsyncClient, httpx.AsyncBaseTransport], Await
         arguments, began = _arguments(request), time.monotonic()
         while True:
             try:
-                reply = _reply(await self._http.request(**arguments))
+                reply = reply_of(await self._http.request(**arguments))
             except httpx.TransportError as error:
                 raise UnreachableError(self.url, _reason(error)) from error
             pause_s = retry_pause_s(reply, spent_s=time.monotonic() - began, patience_s=self._patience_s)

@@ -15,7 +15,7 @@ from forkpoint.compose_errors import ComposeFileError, Reason
 from forkpoint.compose_mounts import Mounted, listed, mounted, mounts_of
 from forkpoint.compose_values import emptied, filled, plain, seconds, size_bytes, unset_variable, variables_of
 from sandboxes.images.waiting_commands import waits
-from sandboxes.local.service_commands import SERVICES, making
+from sandboxes.local.service_commands import HOST_NAME, ROOT, SERVICES, making, ready_s
 
 MAIN = "main"
 """The main container's name in a spec, and in the compose files of most harnesses."""
@@ -46,13 +46,8 @@ _NOTED = {
     "group_add": "processes have the groups of their user only.",
 }
 """Members that have no effect, and what a program may notice."""
-_ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
-"""A name on the network, as a spec's `aliases` have it."""
 _REQUIRED = re.compile(r"\$\{\w+:?\?")
 _HERE = frozenset({"127.0.0.1", "::1", "localhost"})
-_READY_S = (60.0, 600.0)
-"""Shortest and longest time that a service gets to become ready: the spec's default and its limit."""
 
 Service = Mapping[str, Any]
 
@@ -163,7 +158,7 @@ def _check_main(main: str, agent: Service) -> None:
             Reason.COMMAND, f"Service {main!r} has a command of its own (command), which would not run: calls run in "
             "this service. Start the command in a side service.",
         )  # fmt: skip
-    if (user := str(agent.get("user", ""))) not in _ROOT:
+    if (user := str(agent.get("user", ""))) not in ROOT:
         raise ComposeFileError(
             Reason.VALUE, f"Service {main!r} has the user {user!r} (user). Name it in the image, with USER."
         )
@@ -264,7 +259,8 @@ def _side(
     words = (*_words(members.get("entrypoint") or ()), *_words(members.get("command") or ()))
     if test and not health.get("disable") and test != ["NONE"]:
         members["healthcheck"] = _line(test)
-        members["ready_s"] = _ready_s(health)
+        interval_s, timeout_s, start_s = (seconds(health.get(key)) for key in ("interval", "timeout", "start_period"))
+        members["ready_s"] = ready_s(interval_s, timeout_s, start_s, int(health.get("retries") or 3))
     elif port is not None:
         members["port"] = port
     elif words and waits(words, interactive=False):
@@ -287,13 +283,6 @@ def _words(value: Any) -> list[str]:
         return shlex.split(value) if isinstance(value, str) else [str(word) for word in value]
     except ValueError as error:
         raise ComposeFileError(Reason.MALFORMED, f"The command {value!r} cannot be split into words: {error}") from None
-
-
-def _ready_s(health: Mapping[str, Any]) -> float:
-    """Return the time until Docker would call a service unhealthy, within the limits of a spec."""
-    interval, timeout = seconds(health.get("interval"), 30), seconds(health.get("timeout"), 30)
-    total = seconds(health.get("start_period"), 0) + (interval + timeout) * int(health.get("retries") or 3)
-    return min(_READY_S[1], max(_READY_S[0], total))
 
 
 def _environment(name: str, service: Service, folder: Path | None, note: Callable[[str], object]) -> dict[str, str]:
@@ -371,12 +360,12 @@ def _aliases(main: str, agent: Service, sides: Mapping[str, Service], note: Call
                 names.add(host)
             else:
                 note(f"Service {name!r}: {host} (extra_hosts) is not known, because there is no way to {address}.")
-        for wrong in sorted(entry for entry in own if sides and not _NAME.fullmatch(entry) and "$" not in entry):
+        for wrong in sorted(entry for entry in own if sides and not HOST_NAME.fullmatch(entry) and "$" not in entry):
             note(f"Service {name!r}: {wrong} is no name on the network of a sandbox, which knows {name}.")
     if not sides:
         # Nobody else is there to call the main container by another name.
         names &= {host for host, _ in _extra_hosts(agent)}
-    return {entry for entry in names - sides.keys() - {MAIN} if _NAME.fullmatch(entry)}
+    return {entry for entry in names - sides.keys() - {MAIN} if HOST_NAME.fullmatch(entry)}
 
 
 def _extra_hosts(service: Service) -> Iterator[tuple[str, str]]:

@@ -53,11 +53,11 @@ def variables_of(text: str) -> dict[str, str]:
     return variables
 
 
-def seconds(duration: Any, default: float) -> float:
-    """Return a duration such as `1m30s` in seconds; the default for one that is missing or malformed."""
+def seconds(duration: Any) -> float:
+    """Return a duration such as `1m30s` in seconds; 0 for one that is missing or malformed."""
     match = _DURATION.fullmatch(str(duration or ""))
     if not match or not any(match.groups()):
-        return default
+        return 0.0
     hours, minutes, rest = (float(part or 0) for part in match.groups())
     return hours * 3600 + minutes * 60 + rest
 

@@ -21,10 +21,7 @@ _AMOUNT = re.compile(r"(\w+);desc=([0-9]+)")
 def made_of(kind: type[V], payload: Mapping[str, Any], **more: Any) -> V:
     """Return a result with the members of a JSON object that its class names; a newer proxy may send others."""
     known = {each.name: each.type for each in fields(kind)}  # type: ignore[arg-type]
-    return kind(
-        **{name: _member(value, known[name]) for name, value in payload.items() if name in known},
-        **more,
-    )
+    return kind(**{name: _member(value, known[name]) for name, value in payload.items() if name in known}, **more)
 
 
 def _member(value: Any, kind: object) -> Any:
@@ -391,11 +388,14 @@ class ReportRow(Shown):
         executed_s: Seconds that tools ran.
         saved_s: Seconds of tool time that hits and waits saved.
         replayed_s: Seconds of replays; None by endpoint for calls that were recorded before the store had it.
+        restored_s: Seconds that getting sandboxes took; by endpoint as `replayed_s`.
+        waited_s: Seconds that executed calls waited for other calls; by endpoint as `replayed_s`.
         p50_s: Median of the tools' seconds of all calls, had each been executed.
         p95_s: Their 95th percentile.
         paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.
         paid_p95_s: Their 95th percentile.
         reward: Mean of the label `reward`; None if no rollout has one.
+        rewarded: Number of rollouts that have one.
         executed_cost: Price of `executed_s`.
         saved_cost: Price of `saved_s`.
         executed_tokens: Tokens that models of video tools counted for executed calls.
@@ -427,6 +427,9 @@ class ReportRow(Shown):
     saved_cost: float
     executed_tokens: int
     saved_tokens: int
+    restored_s: float | None = None
+    waited_s: float | None = None
+    rewarded: int = 0
     executed_cpu_s: float | None = None
     saved_cpu_s: float | None = None
     peak_bytes: int | None = None

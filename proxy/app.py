@@ -223,13 +223,7 @@ def _drivers(settings: Settings) -> dict[str, Driver]:
             checkpointer = functools.partial(CriuCheckpointer, directory, images_dir=settings.checkpoint_dir)
         try:
             created[name] = make_driver(
-                name,
-                DriverContext(
-                    directory,
-                    checkpointer,
-                    spares.get(name, 0),
-                    settings.source_rules,
-                ),
+                name, DriverContext(directory, checkpointer, spares.get(name, 0), settings.source_rules)
             )
         except PluginError as error:
             raise SystemExit(str(error)) from error

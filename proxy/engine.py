@@ -135,9 +135,8 @@ class Engine:
         """Return whether this proxy shows a task: in a cluster its store may have what others own now."""
         return self.gate is None or task in self.gate.owned
 
-    @property
     def own_tasks(self) -> tuple[str, ...] | None:
-        """The tasks that this proxy shows; None for all that its store has."""
+        """Return the tasks that this proxy shows; None for all that its store has."""
         return None if self.gate is None else tuple(name for name, _ in self.store.tasks.all() if self.has(name))
 
     def pin(self, tree: Tree, node: Node, *, on: bool) -> None:

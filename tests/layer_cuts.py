@@ -15,8 +15,7 @@ from unittest.mock import patch
 
 from sandboxes.driver import FrozenState
 from sandboxes.guest.files import row_table
-from sandboxes.host.root_states import RootStates
-from sandboxes.local.driver import RootLayers
+from sandboxes.host.root_states import RootState, RootStates
 from sandboxes.local.layer_check import LayerCheck, fault_of
 from sandboxes.local.layers import LayerMeta, Layers, drop, read_manifest
 from snapshots import store as snapshot_module
@@ -32,8 +31,8 @@ MERGED = {**FIRST, **SECOND}
 KEY = "key-of-a-spec"
 
 
-def opened(data: Path) -> tuple[Layers, RootStates[RootLayers]]:
-    layers, roots = Layers(data / "local"), RootStates(data / "local" / "roots", RootLayers)
+def opened(data: Path) -> tuple[Layers, RootStates]:
+    layers, roots = Layers(data / "local"), RootStates(data / "local" / "roots")
     layers.open()
     roots.open()
     return layers, roots
@@ -62,19 +61,19 @@ def content(layer: Path) -> dict[str, bytes]:
     return {str(path.relative_to(top)): path.read_bytes() for path in top.rglob("*") if path.is_file()}
 
 
-async def root_of(layers: Layers, roots: RootStates[RootLayers]) -> tuple[RootLayers, bool]:
+async def root_of(layers: Layers, roots: RootStates) -> tuple[RootState, bool]:
     """Return the task's root state, and whether it had to be built."""
     built, check = False, LayerCheck(layers)
 
-    async def is_present(root: RootLayers) -> bool:
+    async def is_present(root: RootState) -> bool:
         return not layers.missing(root.layers) and not await check.damaged(root.layers)
 
-    async def build() -> RootLayers:
+    async def build() -> RootState:
         nonlocal built
         built = True
         layer = commit(layers, ROOT)
         layers.sync([layer])
-        return RootLayers(layers=(layer,), born_ns=STAMP_NS)
+        return RootState(layers=(layer,), born_ns=STAMP_NS)
 
     return await roots.get(KEY, is_present, build), built
 

@@ -25,8 +25,9 @@ from pathlib import Path
 import httpx
 
 from bench.machine import console, table
+from forkpoint.client import OVERHEAD_S
 from proxy.cli.replay.report import percentile
-from proxy.cli.replay.runner import OVERHEAD_S, ReplayNames, call, connector, replay
+from proxy.cli.replay.runner import ReplayNames, call, connector, replay
 from proxy.cli.replay.show import proxy_at
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, read_workload, safe_name
 

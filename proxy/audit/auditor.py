@@ -63,21 +63,28 @@ _SANDBOX_WAIT_S = 60.0
 
 
 @dataclass(slots=True)
-class Tally:
-    """What an audit has counted so far."""
+class AuditProgress:
+    """The progress of an audit.
 
-    of: int = 0  # How many calls it has to check.
-    checked: int = 0  # Calls that were run again.
-    differing: int = 0  # Checked calls that differ from their records.
-    unreachable: int = 0  # Calls at states that no path leads to.
-    failed: int = 0  # Calls that the machine could not run; they say nothing about their records.
+    Attributes:
+        of: Number of calls to check.
+        differing: Checked calls that differ from their records.
+        unreachable: Calls at states that no path leads to.
+        failed: Calls that the machine could not run; they say nothing about their records.
+    """
+
+    of: int = 0
+    checked: int = 0
+    differing: int = 0
+    unreachable: int = 0
+    failed: int = 0
 
 
 @dataclass(slots=True)
 class _Check:
     tree: Tree
     judge: Judge
-    tally: Tally
+    tally: AuditProgress
     patience_s: float | None  # Longest wait for calls in flight, before each call; None waits until there are none.
 
 
@@ -103,26 +110,26 @@ class Auditor:
         self._share, self.quarantine, self._gate = share, quarantine, gate
         self._random = random.Random()  # noqa: S311 - a sample, no secret
         self._queue: deque[int] = deque(maxlen=_MAX_QUEUED_HITS)
-        self._running: dict[int, tuple[asyncio.Task[None], Tally]] = {}
+        self._running: dict[int, tuple[asyncio.Task[None], AuditProgress]] = {}
         self._owner = TaskOwner()
 
     # On demand
 
     def begin(
         self, task: str, tree: Tree, top: Node, sample: int | None, seed: int | None, before: float = math.inf
-    ) -> Tally:
+    ) -> AuditProgress:
         """Start to check a sample of the calls below a node; the returned tally grows. Raises RefusalError (409)."""
         if tree.id in self._running:
             raise RefusalError(409, "audit-runs", f"an audit of {task!r} is running. Wait for it, or DELETE it.")
         draw = self._random if seed is None else random.Random(seed)  # noqa: S311 - a sample, no secret
         records = sample_calls(top, sample, draw, before)
-        tally = Tally(of=len(records))
+        tally = AuditProgress(of=len(records))
         running = self._owner.spawn("audit", self._run(tree, records, self.masks(task), tally))
         self._running[tree.id] = running, tally
         running.add_done_callback(lambda _: self._running.pop(tree.id, None))
         return tally
 
-    def running(self, tree: Tree) -> Tally | None:
+    def running(self, tree: Tree) -> AuditProgress | None:
         """Return the tally of the running audit of a tree; None if none runs."""
         running = self._running.get(tree.id)
         return None if running is None else running[1]
@@ -153,7 +160,7 @@ class Auditor:
         if self._gate is not None:
             self._gate.edits.masked(task, value)
 
-    async def _run(self, tree: Tree, records: list[Record], masks: Masks, tally: Tally) -> None:
+    async def _run(self, tree: Tree, records: list[Record], masks: Masks, tally: AuditProgress) -> None:
         try:
             await self._check(records, self._checking(tree, masks, tally, _PATIENCE_S))
         except Exception as error:  # noqa: BLE001 - a background task ends here
@@ -184,14 +191,14 @@ class Auditor:
                 # The record was forgotten, or its tree is not in memory: reading it back is not worth one check. Or the
                 # call would reach a real server once more, which only who asks for an audit may want.
                 continue
-            tally = Tally(of=1)
+            tally = AuditProgress(of=1)
             masks = self.masks(self._store.trees.task_of(tree.id))
             await self._check([record], self._checking(tree, masks, tally, None))
             self._save(tree, "hits", tally)
 
     # Both
 
-    def _checking(self, tree: Tree, masks: Masks, tally: Tally, patience_s: float | None) -> _Check:
+    def _checking(self, tree: Tree, masks: Masks, tally: AuditProgress, patience_s: float | None) -> _Check:
         return _Check(tree, partial(self._difference, tree, masks.expressions()), tally, patience_s)
 
     async def _check(self, records: Sequence[Record], check: _Check) -> None:
@@ -284,7 +291,7 @@ class Auditor:
         if self._gate is not None:
             self._gate.differs(tree, record, quarantined=quarantined)
 
-    def _save(self, tree: Tree, kind: SampleSource, tally: Tally) -> None:
+    def _save(self, tree: Tree, kind: SampleSource, tally: AuditProgress) -> None:
         self._counts.audit_checked += tally.checked
         if (tally.checked or tally.unreachable) and self._store.trees.exists(tree.id):
             self._store.audits.add(tree.id, kind, tally.checked, tally.differing, tally.unreachable)

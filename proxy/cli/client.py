@@ -103,15 +103,10 @@ def _require_success(response: httpx.Response) -> None:
 
 def problem(response: httpx.Response) -> str:
     """Return an error response in one line: the status, then title and detail of its problem details (RFC 9457)."""
-    details = details_of(response)
-    text = ": ".join(str(details[name]) for name in ("title", "detail") if details.get(name)) or response.text[:200]
-    return f"{response.status_code} {text or response.reason_phrase}"
-
-
-def details_of(response: httpx.Response) -> dict[str, Any]:
-    """Return the problem details of an error response; an empty object if it has none."""
     try:
         details = response.json()
     except ValueError:
-        return {}
-    return details if isinstance(details, dict) else {}
+        details = None
+    members = details if isinstance(details, dict) else {}
+    text = ": ".join(str(members[name]) for name in ("title", "detail") if members.get(name)) or response.text[:200]
+    return f"{response.status_code} {text or response.reason_phrase}"

@@ -20,11 +20,7 @@ DirectoryOption = Annotated[
 
 
 def backup(
-    proxy: ControlClient,
-    file: FileToWrite,
-    *,
-    snapshots: SnapshotsOption = False,
-    json: JsonOption = False,
+    proxy: ControlClient, file: FileToWrite, *, snapshots: SnapshotsOption = False, json: JsonOption = False
 ) -> None:
     """Back up all tasks, trees and rollouts of a running proxy to one file."""
     with proxy.stream("GET", "backup", params=given(snapshots=snapshots or None)) as response:
@@ -42,8 +38,7 @@ def restore(
     ],
     data: DirectoryOption = DEFAULT_DATA,
     workers: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of workers of the proxy to come.", show_default="as in the backup"),
+        int | None, typer.Option(min=1, help="Number of workers of the proxy to come.", show_default="as in the backup")
     ] = None,
     json: JsonOption = False,
 ) -> None:

@@ -41,7 +41,7 @@ _ENOUGH = 200
 _OTHER_DIRECTORY = "Choose a writable directory with free disk space: --data DIR."
 _TRIAL_REMEDIES = {
     "local": "In a container, compare its rights with those in docs/deploying.md. The data directory must be on a file "
-    "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay.",
+    "system that overlayfs can write to: ext4, xfs, btrfs or tmpfs, not NFS or another overlay."
 }
 """What helps where the trial of a driver fails, if there is more to say than the error does."""
 
@@ -56,6 +56,11 @@ class Requirement:
     remedy: str  # What to do if it is not met.
     required: bool = True  # Whether sandboxes cannot run without it. If not, a feature or a limit is missing.
     driver: str = ""  # The driver that needs it; empty if the proxy itself does.
+
+
+def _extra(name: str, ok: bool, detail: str, remedy: str = "") -> Requirement:
+    """Return a requirement without which sandboxes run all the same."""
+    return Requirement(name, ok, detail, remedy, required=False)
 
 
 def check(data_dir: Path, drivers: Sequence[str] = ("local",), *, checkpoints: bool = True) -> list[Requirement]:
@@ -117,11 +122,11 @@ def _damage(data_dir: Path) -> Iterator[Requirement]:
                 query = "SELECT COUNT(*) FROM rollouts WHERE finished = 0 AND lost <> ''"
                 (lost,) = connection.execute(query).fetchone()
         except sqlite3.Error as error:
-            yield Requirement("store", False, str(error), "Restore the file from a copy.", required=False)
+            yield _extra("store", False, str(error), "Restore the file from a copy.")
     if damaged or lost:
         detail = f"{len(damaged)} damaged journal segments were set aside; {lost} rollouts lost their position"
         remedy = "Check the disk. End these rollouts (DELETE …/rollouts/{rollout}), then delete journal/*.damaged."
-        yield Requirement("journal", False, detail, remedy, required=False)
+        yield _extra("journal", False, detail, remedy)
 
 
 def _cgroups() -> Requirement:
@@ -130,14 +135,9 @@ def _cgroups() -> Requirement:
     ok, freezes = groups.writable, groups.freezer is not None
     groups.close()
     if ok:
-        return Requirement(
-            "control groups",
-            True,
-            f"version {groups.version}: memory and processes of each sandbox are limited, and processes can "
-            f"{'' if freezes else 'not '}be frozen between calls{'' if freezes else ' (no version 2)'}",
-            "",
-            required=False,
-        )
+        detail = f"version {groups.version}: memory and processes of each sandbox are limited, and processes can "
+        detail += f"{'' if freezes else 'not '}be frozen between calls{'' if freezes else ' (no version 2)'}"
+        return _extra("control groups", True, detail)
     # The kernel counts the processes of users other than root only (setrlimit(2), RLIMIT_NPROC).
     processes = (
         "the number of processes is not limited" if os.geteuid() == 0 else "processes for all sandboxes together"
@@ -148,7 +148,7 @@ def _cgroups() -> Requirement:
     )
     remedy = "Run as root with writable control groups (docs/deploying.md), or as a service with delegated ones: "
     remedy += "systemd-run --user --scope -p Delegate=yes …"
-    return Requirement("control groups", False, detail, remedy, required=False)
+    return _extra("control groups", False, detail, remedy)
 
 
 def _room() -> Requirement:
@@ -156,9 +156,7 @@ def _room() -> Requirement:
     open_more_files()
     room = Room(None, other_files=int(Settings.model_fields["max_connections"].default)).bound(0)
     remedy = f"For more, {room.remedy}."
-    return Requirement(
-        "room", room.most >= _ENOUGH, f"{room.most} live sandboxes, by {room.by}", remedy, required=False
-    )
+    return _extra("room", room.most >= _ENOUGH, f"{room.most} live sandboxes, by {room.by}", remedy)
 
 
 def _host_changes(data_dir: Path) -> Iterator[Requirement]:
@@ -168,7 +166,7 @@ def _host_changes(data_dir: Path) -> Iterator[Requirement]:
     if versions:
         detail = f"this machine has changed {len(versions) - 1} times under tasks with base host"
         remedy = "New rollouts begin new trees then. Give tasks a directory or a tarball as base: docs/tasks.md."
-        yield Requirement("host base", len(versions) == 1, detail, remedy, required=False)
+        yield _extra("host base", len(versions) == 1, detail, remedy)
 
 
 def _shells() -> Requirement:
@@ -179,8 +177,8 @@ def _shells() -> Requirement:
             copies.make(Path(folder) / "shell")
         except copies.NoShellFilesError as error:
             detail = f"each call executes bash, which takes 1.4 ms of CPU more than a fork: {error}"
-            return Requirement("shells", False, detail, remedy, required=False)
-    return Requirement("shells", True, "each call has a fork of a bash that was loaded once", "", required=False)
+            return _extra("shells", False, detail, remedy)
+    return _extra("shells", True, "each call has a fork of a bash that was loaded once")
 
 
 def _criu() -> Requirement:
@@ -189,10 +187,8 @@ def _criu() -> Requirement:
         try:
             CriuBinary.prepare(Path(folder))
         except CriuMissingError as error:
-            return Requirement("checkpoints", False, str(error), remedy, required=False)
-    return Requirement(
-        "checkpoints", True, "CRIU works: live processes can be checkpointed and restored", "", required=False
-    )
+            return _extra("checkpoints", False, str(error), remedy)
+    return _extra("checkpoints", True, "CRIU works: live processes can be checkpointed and restored")
 
 
 def _other_users() -> Iterator[Requirement]:
@@ -211,11 +207,11 @@ def _other_users() -> Iterator[Requirement]:
     with process:
         try:
             resource.prlimit(process.pid, resource.RLIMIT_CPU)
-            yield Requirement(name, True, detail, "", required=False)
+            yield _extra(name, True, detail)
         except PermissionError as error:
             detail = f"a process of user {_NOBODY} cannot be checkpointed ({error.strerror}): the capability "
             detail += "SYS_RESOURCE is missing"
-            yield Requirement(name, False, detail, _OTHERS_REMEDY, required=False)
+            yield _extra(name, False, detail, _OTHERS_REMEDY)
 
 
 _NOBODY = 65534
@@ -226,8 +222,7 @@ _OTHERS_REMEDY = (
 
 
 def _no_checkpoints() -> Requirement:
-    detail = f"turned off by the setting checkpoints. {WITHOUT_CHECKPOINTS}"
-    return Requirement("checkpoints", True, detail, "", required=False)
+    return _extra("checkpoints", True, f"turned off by the setting checkpoints. {WITHOUT_CHECKPOINTS}")
 
 
 def _images() -> Requirement:
@@ -237,12 +232,11 @@ def _images() -> Requirement:
     try:
         info = daemon.check()
     except SandboxError as error:
-        remedy = "Images in files need no Docker (docs/containers.md)."
-        return Requirement("images", False, str(error), remedy, required=False)
+        return _extra("images", False, str(error), "Images in files need no Docker (docs/containers.md).")
     finally:
         daemon.close()
     detail = f"Docker {info.get('ServerVersion')} at {daemon.where}, storage driver {info.get('Driver')}"
-    return Requirement("images", True, detail, "", required=False)
+    return _extra("images", True, detail)
 
 
 def _existing(data_dir: Path) -> Path:
@@ -259,7 +253,7 @@ def _sqlite(data_dir: Path) -> Requirement:
         detail += "; SQLite's clock cannot be set, so statements with date functions are not shared, "
         detail += "and `volatile` states have no snapshots"
     remedy = "Choose a data directory on a file system with hard links (ext4, XFS, btrfs): --data DIR."
-    return Requirement("databases", links, detail, remedy, required=False)
+    return _extra("databases", links, detail, remedy)
 
 
 def _trials(data_dir: Path, names: Sequence[str]) -> list[Requirement]:

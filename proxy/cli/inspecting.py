@@ -33,12 +33,7 @@ def tree(
     show(view, partial(render_tree, trees=trees), json=json)
 
 
-def rollout(
-    proxy: ControlClient,
-    task: TaskArgument,
-    name: RolloutArgument,
-    json: JsonOption = False,
-) -> None:
+def rollout(proxy: ControlClient, task: TaskArgument, name: RolloutArgument, json: JsonOption = False) -> None:
     """Show a rollout: its calls in order, how each was answered, and the time that it took or saved."""
     from proxy.cli.rendering.views import render_rollout
 

@@ -3,9 +3,8 @@
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
@@ -73,19 +72,12 @@ def _differs(
     return bool(view["findings"])
 
 
-class ClusterAction(str, Enum):
-    """What `forkpoint cluster` does."""
-
-    STATUS = "status"
-    DRAIN = "drain"
-    REBALANCE = "rebalance"
-
-
 def cluster(
     proxy: ControlClient,
     action: Annotated[
-        ClusterAction, typer.Argument(help="Show the members, drain one, or move tasks from loaded members to others.")
-    ] = ClusterAction.STATUS,
+        Literal["status", "drain", "rebalance"],
+        typer.Argument(help="Show the members, drain one, or move tasks from loaded members to others."),
+    ] = "status",
     node: Annotated[str | None, typer.Argument(help="Name of the member to drain.", metavar="NODE")] = None,
     most: Annotated[int, typer.Option("--max", help="Most tasks that move at once.", min=1, max=100)] = 4,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show which tasks would move, and move none.")] = False,
@@ -94,10 +86,10 @@ def cluster(
     """Show the members of a cluster, let one hand over its tasks, or spread the tasks over all of them."""
     from proxy.cli.rendering.lists import render_members, render_moves
 
-    if action is ClusterAction.STATUS:
+    if action == "status":
         show(proxy.request("GET", "cluster"), render_members, json=json)
         return
-    if action is ClusterAction.REBALANCE:
+    if action == "rebalance":
         which = {"max": most, "dry_run": str(dry_run).lower()}
         answer = proxy.request("POST", "cluster", "rebalance", params=which, within_s=LONG_S)
         show(answer, render_moves, json=json)

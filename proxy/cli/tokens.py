@@ -3,10 +3,9 @@
 import os
 import re
 import secrets
-from enum import Enum
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,16 +18,11 @@ _SIZE = re.compile(r"[0-9]+(\.[0-9]+)?([kMGTP]?i?B|[kMGTP])", re.IGNORECASE)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
-class TokenAction(str, Enum):
-    """What `forkpoint token` does."""
-
-    LIST = "list"
-    CREATE = "create"
-    REVOKE = "revoke"
-
-
 def token(
-    action: Annotated[TokenAction, typer.Argument(help="List the tokens of a file, create one, or revoke one.")],
+    action: Annotated[
+        Literal["list", "create", "revoke"],
+        typer.Argument(help="List the tokens of a file, create one, or revoke one."),
+    ],
     name: Annotated[str | None, typer.Argument(help="Name of the person or team.", metavar="NAME")] = None,
     tasks: Annotated[
         list[str] | None,
@@ -39,19 +33,18 @@ def token(
         str | None, typer.Option(help="Most disk for kept states of these tasks, such as 10G.", show_default="no limit")
     ] = None,
     file: Annotated[
-        Path,
-        typer.Option("--file", envvar="FORKPOINT_TOKEN_FILE", help="The proxy's token_file.", dir_okay=False),
+        Path, typer.Option("--file", envvar="FORKPOINT_TOKEN_FILE", help="The proxy's token_file.", dir_okay=False)
     ],
     json: JsonOption = False,
 ) -> None:
     """Create, list and revoke the tokens of a token file. A proxy with this file needs no restart."""
     try:
-        if action is TokenAction.LIST:
+        if action == "list":
             _show(_lines(file), json=json)
             return
         if name is None or _NAME.fullmatch(name) is None:
-            fail(f"`forkpoint token {action.value}` needs a name: 1 to 64 of A-Z a-z 0-9 . _ - and no sign first.")
-        if action is TokenAction.CREATE:
+            fail(f"`forkpoint token {action}` needs a name: 1 to 64 of A-Z a-z 0-9 . _ - and no sign first.")
+        if action == "create":
             named = any(pattern.startswith("disk=") for pattern in tasks or [])
             if named or (disk and not (tasks and _SIZE.fullmatch(disk))):
                 fail("--disk takes a size such as 10G, and needs --tasks: it bounds what the states of these take.")

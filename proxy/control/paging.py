@@ -146,8 +146,7 @@ def list_query(*keys: str, default: str) -> Any:
         cursor: Annotated[
             str | None,
             Query(
-                max_length=_CURSOR_CHARS,
-                description="`next` of the page before, unchanged. Default: the first page.",
+                max_length=_CURSOR_CHARS, description="`next` of the page before, unchanged. Default: the first page."
             ),
         ] = None,
     ) -> ListQuery:

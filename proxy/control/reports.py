@@ -16,8 +16,9 @@ from typing import Any
 import orjson
 from pydantic import ConfigDict, TypeAdapter
 
+from forkpoint.results import ReportRow
 from proxy.control.slow_calls import slowest, slowest_calls
-from proxy.control.views.report import Arm, ReportRow, ReportView, SlowCall
+from proxy.control.views.report import Arm, ReportView, SlowCall
 from proxy.storage.blobs import blob_of
 from proxy.storage.records import answer_of, same_calls
 from proxy.storage.rollouts import label_path, label_value, labels_condition

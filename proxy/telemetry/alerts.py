@@ -27,13 +27,6 @@ class MetricSeries:
     values: tuple[str, ...] = ()
     window_s: int = 0  # Of which the increase counts; 0 for the values as they are.
 
-    @property
-    def expr(self) -> str:
-        """The series in PromQL."""
-        text = "|".join(self.values)
-        chosen = f'{{{self.label}{"=~" if len(self.values) > 1 else "="}"{text}"}}' if self.label else ""
-        return self.metric + chosen + (f"[{self.window_s // _MINUTE}m]" if self.window_s else "")
-
     def of(self, reading: MetricValues, by: str) -> dict[str, float]:
         """Return the values of a reading by a label, as sums of counters or the highest one of gauges."""
         found: defaultdict[str, list[float]] = defaultdict(list)
@@ -58,18 +51,6 @@ class AlertRule:
     by: str = ""  # A label whose values raise alerts of their own; the summary names it as {by}.
     for_s: int = 0
     each_s: bool = True  # Whether a window's increase is divided by its seconds.
-
-    @property
-    def expr(self) -> str:
-        """The condition in PromQL."""
-        right = f"{self.above:g}" + ("" if self.beside is None else f" * {self._side(self.beside)}")
-        return f"{self._side(self.series)} > {right}"
-
-    def _side(self, series: MetricSeries) -> str:
-        groups = f"by (instance{f', {self.by}' if self.by else ''})"
-        if not series.window_s:
-            return f"max {groups} ({series.expr})"
-        return f"sum {groups} ({'rate' if self.each_s else 'increase'}({series.expr}))"
 
     def met(self, readings: "Readings") -> set[str]:
         """Return the values of the label `by` for which the condition holds; the empty text without such a label."""

@@ -24,11 +24,6 @@ class Histogram:
         self._counts[bisect_left(self._bounds, seconds)] += 1
         self.total_s += seconds
 
-    @property
-    def count(self) -> int:
-        """Number of observations."""
-        return sum(self._counts)
-
     def cumulative(self) -> Iterator[tuple[str, int]]:
         """Yield the upper bound of each bucket, as Prometheus writes it, and the number of observations up to it."""
         below = 0

@@ -244,12 +244,7 @@ class TransferService:
             return tree, await self._adopt(unpacked, tree, lambda number: nodes[tree.root.id + number])
 
     async def _unpack(
-        self,
-        file: Path,
-        states: BundleStates,
-        unpacking: Unpacking,
-        driver: Driver,
-        recordings: RecordingPorter | None,
+        self, file: Path, states: BundleStates, unpacking: Unpacking, driver: Driver, recordings: RecordingPorter | None
     ) -> list[tuple[StateLine, FrozenState]]:
         room_bytes = self._cache.free_bytes
 

@@ -236,8 +236,7 @@ async def get_timings(control: ControlDep, task: TaskDep, rollout: RolloutName) 
     since = time.time() - time.monotonic()
     return {
         turn: TimingView(
-            answered_at=since + times[turn] if turn in times else None,
-            **(asdict(spent[turn]) if turn in spent else {}),
+            answered_at=since + times[turn] if turn in times else None, **(asdict(spent[turn]) if turn in spent else {})
         )
         for turn in sorted({*spent, *times})
     }

@@ -52,9 +52,7 @@ class WaysView(Page[WayView]):
 
 @ways.get("/tasks/{task}/ways")
 async def get_ways(
-    control: ControlDep,
-    tree: TreeDep,
-    wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")],
+    control: ControlDep, tree: TreeDep, wanted: Annotated[ListQuery, list_query("created_at", default="-created_at")]
 ) -> WaysView:
     """List the ways of a tree's rollouts, the newest first. A page ends early after 100,000 steps."""
     return await control.read(partial(read_ways, tree=tree.id, wanted=wanted))

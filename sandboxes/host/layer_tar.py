@@ -1,6 +1,6 @@
 """An upper directory of overlayfs as a canonical tar: equal ones give equal bytes. One from elsewhere is hostile.
 
-    head           what the driver knows of the directory; `TarForm.head` is the name of this member
+    rows           the table of what the layer changes of the root state
     diff           the directory, then everything below it in the order of names, each directory before its entries
 
 Owners are numbers. Whiteouts are character devices 0/0. Paths that share a file are hard links to the first of them.
@@ -15,7 +15,7 @@ import hashlib
 import os
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -23,7 +23,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files.facts import PIECE_BYTES, ContentHash
 from sandboxes.host.tar_stream import TarStream
 from sandboxes.linux.descriptors import Opened, open_unnoticed
-from sandboxes.linux.file_copy import is_mark, is_whiteout
+from sandboxes.linux.file_copy import OPAQUE, is_mark, is_whiteout
 from sandboxes.linux.file_flags import flags_of
 from sandboxes.linux.trees import MAX_DEPTH, MAX_PATH_BYTES
 from sandboxes.portability import NotPortableError
@@ -41,6 +41,8 @@ _MAX_HOLE_BYTES = 1 << 30
 """Limits the holes of all sparse files of a layer together. A tar has them as zeros, and a sandbox can make files with
 terabytes of holes in no time. Databases that reserve their files, such as LMDB, have some hundred megabytes."""
 
+_HEAD = "rows"
+"""The name of the first member."""
 _TIME, _ATTRIBUTE = "FORKPOINT.mtime_ns", "FORKPOINT.xattr."
 """Names of our pax headers."""
 
@@ -54,17 +56,11 @@ _TYPES = {
 }  # fmt: skip
 
 
-class TarForm(NamedTuple):
-    """How a driver writes its directories."""
-
-    head: str  # The name of the first member.
-    marks: str  # The prefix of overlayfs' own attributes; see `is_mark`.
-
-    def has(self, name: str) -> bool:
-        """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
-        if is_mark(name, self.marks) or name.startswith("trusted."):
-            return name == self.marks + "opaque"
-        return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
+def _is_files(name: str) -> bool:
+    """Return whether an attribute belongs to the file, not to the machine (security labels) or to overlayfs."""
+    if is_mark(name) or name.startswith("trusted."):
+        return name == OPAQUE
+    return name.startswith(("user.", "system.posix_acl_")) or name == "security.capability"
 
 
 class Unpacked(NamedTuple):
@@ -77,53 +73,44 @@ class Unpacked(NamedTuple):
     contents: dict[str, bytes]  # Hashes of regular files (`facts.ContentHash`), by their paths in the directory.
 
 
-_NO_LINKS: Mapping[str, str] = {}
-
-
-def pack(
-    layer: Path, head: bytes, form: TarForm, links: Mapping[str, str] = _NO_LINKS, *, contents: bool = True
-) -> Iterator[bytes]:
+def pack(layer: Path, head: bytes, *, contents: bool = True) -> Iterator[bytes]:
     """Yield the tar of a directory. Blocking; the memory that it takes grows with the hard links only.
 
-    Nothing may change in its `diff`. `links` are further paths of files that are not in the directory, each with the
-    one that is; both begin with `diff/`. Raises NotFreezableError for a socket, a device or too deep a tree, and
-    OSError if the directory was deleted or cannot be read.
+    Nothing may change in its `diff`. Raises NotFreezableError for a socket, a device or too deep a tree, and OSError if
+    the directory was deleted or cannot be read.
     """
-    info = tarfile.TarInfo(form.head)
+    info = tarfile.TarInfo(_HEAD)
     info.size, info.mode = len(head), 0o644
     yield _head(info)
     if contents:
         yield head
     yield bytes(-len(head) % tarfile.BLOCKSIZE)
-    packer = _Packer(layer, form, links, contents=contents)
-    for name in packer.names("diff"):
+    packer = _Packer(layer, contents=contents)
+    for name in packer.names():
         yield from packer.entry(name)
     # Two blocks of zeros end an archive (POSIX, pax).
     yield bytes(2 * tarfile.BLOCKSIZE)
 
 
-def outline(layer: Path, head: bytes, form: TarForm) -> str:
+def outline(layer: Path, head: bytes) -> str:
     """Return the SHA-256, in hexadecimal, of the tar of a directory without the contents of its members. Blocking."""
     # A tar is canonical if it has the outline of the directory that was written from it: each member's size is in its
     # header, so the contents are at the same places, and they were just written.
     digest = hashlib.sha256()
-    for piece in pack(layer, head, form, contents=False):
+    for piece in pack(layer, head, contents=False):
         digest.update(piece)
     return digest.hexdigest()
 
 
 class _Packer:
-    def __init__(self, layer: Path, form: TarForm, links: Mapping[str, str], *, contents: bool) -> None:
-        self._layer, self._form, self._links, self._contents = layer, form, links, contents
-        self._below: dict[str, list[tuple[str, bool]]] = {}
-        for name in links:
-            self._below.setdefault(name.rpartition("/")[0], []).append((name, False))
+    def __init__(self, layer: Path, *, contents: bool) -> None:
+        self._layer, self._contents = layer, contents
         # The first path of each inode that has several. Inode numbers suffice, because `diff` is on one file system.
         self._first: dict[int, str] = {}
         self._hole_bytes = 0
 
-    def names(self, top: str) -> Iterator[str]:
-        waiting = [(top, True)]
+    def names(self) -> Iterator[str]:
+        waiting = [("diff", True)]
         while waiting:
             name, is_folder = waiting.pop()
             # Checked when packing as well: a file that this module writes must be readable by it.
@@ -134,10 +121,10 @@ class _Packer:
                 with Opened(open_unnoticed(str(self._layer / name), _FOLDER)) as folder, os.scandir(folder) as entries:
                     below = [(f"{name}/{entry.name}", entry.is_dir(follow_symlinks=False)) for entry in entries]
                 # The last entry is popped first, so the stack is filled backwards.
-                waiting.extend(sorted([*below, *self._below.get(name, ())], reverse=True))
+                waiting.extend(sorted(below, reverse=True))
 
     def entry(self, name: str) -> Iterator[bytes]:
-        path = self._layer / self._links.get(name, name)
+        path = self._layer / name
         status = path.lstat()
         info = tarfile.TarInfo(name)
         # Whiteouts share inodes in overlayfs, so this comes before the search for hard links.
@@ -147,7 +134,7 @@ class _Packer:
             raise NotFreezableError(f"{name.removeprefix('diff')} is a socket or a device, which cannot be exported")
         else:
             info.type = kind
-            if kind != tarfile.DIRTYPE and (self._links or status.st_nlink > 1):
+            if kind != tarfile.DIRTYPE and status.st_nlink > 1:
                 first = self._first.setdefault(status.st_ino, name)
                 if first != name:
                     info.type, info.linkname = tarfile.LNKTYPE, first
@@ -156,7 +143,7 @@ class _Packer:
         info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
         # The plain field has whole seconds of few digits; the pax header of our own has the exact time.
         info.mtime = min(max(0, status.st_mtime_ns // 10**9), _MAX_TIME_S)
-        info.pax_headers = {_TIME: str(status.st_mtime_ns), **self._attributes(path)}
+        info.pax_headers = {_TIME: str(status.st_mtime_ns), **_attributes(path)}
         if info.type == tarfile.SYMTYPE:
             # Path.readlink would normalize "./d/" to "d".
             info.linkname = os.readlink(path)  # noqa: PTH115
@@ -175,13 +162,14 @@ class _Packer:
         if self._hole_bytes > _MAX_HOLE_BYTES:
             raise NotFreezableError(f"its sparse files have holes of more than {_MAX_HOLE_BYTES >> 20} MB")
 
-    def _attributes(self, path: Path) -> dict[str, str]:
-        attributes = {}
-        for name in sorted(os.listxattr(path, follow_symlinks=False)):
-            if self._form.has(name):
-                value = os.getxattr(path, name, follow_symlinks=False)
-                attributes[_ATTRIBUTE + name] = base64.b64encode(value).decode()
-        return attributes
+
+def _attributes(path: Path) -> dict[str, str]:
+    attributes = {}
+    for name in sorted(os.listxattr(path, follow_symlinks=False)):
+        if _is_files(name):
+            value = os.getxattr(path, name, follow_symlinks=False)
+            attributes[_ATTRIBUTE + name] = base64.b64encode(value).decode()
+    return attributes
 
 
 def _file_content(path: Path, size: int) -> Iterator[bytes]:
@@ -211,19 +199,19 @@ def _head(info: tarfile.TarInfo) -> bytes:
     return info.tobuf(tarfile.PAX_FORMAT, "utf-8", "surrogateescape")
 
 
-def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) -> Unpacked:
+def unpack(data: BinaryIO, target: Path) -> Unpacked:
     """Write a directory from its tar, forward in one pass, and nothing outside of the target. Blocking.
 
-    The target has an empty `diff`. Without `link`, hard links are only returned. Raises NotPortableError if the data is
-    no tar of this form, and OSError if the machine cannot hold it.
+    The target has an empty `diff`. Raises NotPortableError if the data is no tar of this form, and OSError if the
+    machine cannot hold it.
     """
     try:
         with (
             TarStream(data) as stream,
             tarfile.open(fileobj=cast("Any", stream), mode="r:", encoding="utf-8", errors="surrogateescape") as archive,
         ):
-            head = _head_of(stream, archive.next(), form)
-            writer = _LayerWriter(target, form, stream, link=link)
+            head = _head_of(stream, archive.next())
+            writer = _LayerWriter(target, stream)
             # One member at a time, in the archive's order: `_LayerWriter` relies on directories before their entries.
             while (member := archive.next()) is not None:
                 writer.add(member)
@@ -239,18 +227,18 @@ def unpack(data: BinaryIO, target: Path, form: TarForm, *, link: bool = True) ->
         raise NotPortableError(f"it is not a tar of a layer: {error}") from error
 
 
-def _head_of(stream: TarStream, member: tarfile.TarInfo | None, form: TarForm) -> bytes:
+def _head_of(stream: TarStream, member: tarfile.TarInfo | None) -> bytes:
     # The first member, with its size checked before it is read.
-    if member is None or member.name != form.head or not member.isreg() or member.size > _MAX_HEAD_BYTES:
-        raise NotPortableError(f"it does not begin with its {form.head}")
+    if member is None or member.name != _HEAD or not member.isreg() or member.size > _MAX_HEAD_BYTES:
+        raise NotPortableError(f"it does not begin with its {_HEAD}")
     return b"".join(stream.content(member.size))
 
 
 class _LayerWriter:
     """Writes the members of a tar, in their order, after checking each. For `links` and `contents` see `Unpacked`."""
 
-    def __init__(self, target: Path, form: TarForm, stream: TarStream, *, link: bool) -> None:
-        self._target, self._form, self._stream, self._link = target, form, stream, link
+    def __init__(self, target: Path, stream: TarStream) -> None:
+        self._target, self._stream = target, stream
         self.links: dict[str, str] = {}
         self.contents: dict[str, bytes] = {}
         self._folders: dict[str, tarfile.TarInfo] = {}
@@ -269,14 +257,13 @@ class _LayerWriter:
             # Only paths that this writer has made, so a link cannot lead to a file of the host.
             if member.linkname not in self._files:
                 raise NotPortableError(f"{name!r} is a hard link to a file that did not come before it")
-            # The first path is a file, not a link in the tar: only then it exists where links are not made.
+            # The first path is a file, not a link in the tar.
             if member.linkname in self.links:
                 raise NotPortableError(f"{name!r} is a hard link to another hard link")
             self.links[name] = member.linkname
             if (content := self.contents.get(member.linkname.removeprefix("diff/"))) is not None:
                 self.contents[name.removeprefix("diff/")] = content
-            if self._link:
-                os.link(self._target / member.linkname, path, follow_symlinks=False)
+            os.link(self._target / member.linkname, path, follow_symlinks=False)
             self._files.add(name)
             return
         self._make(member, path)
@@ -295,7 +282,7 @@ class _LayerWriter:
         if len(self._folders) + len(self._files) >= MAX_ENTRIES or _is_too_deep(name):
             raise NotPortableError(f"it has more than {MAX_ENTRIES} files, or directories {_MAX_DEPTH} deep")
         attributes = [key for key in member.pax_headers if key not in _HEADERS]
-        if not all(key.startswith(_ATTRIBUTE) and self._form.has(key.removeprefix(_ATTRIBUTE)) for key in attributes):
+        if not all(key.startswith(_ATTRIBUTE) and _is_files(key.removeprefix(_ATTRIBUTE)) for key in attributes):
             raise NotPortableError(f"{name!r} has attributes that cannot be imported")
 
     def _make(self, member: tarfile.TarInfo, path: Path) -> None:

@@ -9,10 +9,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import orjson
 
@@ -35,31 +35,30 @@ _BESIDE_FILES = {"limits", "merge", "cache", "servers", "mcp_servers", "timeouts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootState:
-    """A spec's root state; a driver's subclass names its storage, as strings or tuples of strings."""
+    """The root state of a spec, as layers over its base."""
 
+    layers: tuple[str, ...]  # The layers, topmost first; empty if the spec asks for nothing but its base.
+    images: tuple[str, ...] = ()  # The ids of the images below them.
     born_ns: int  # When it was built, since 1970; older modification times are not those of calls.
     content: str = ""  # The digest of all that set-up changed; empty if nothing was set up, or too much to digest.
 
 
-Root = TypeVar("Root", bound=RootState)
-
-
-class RootStates(Generic[Root]):
+class RootStates:
     """The root states of one driver. All methods but `get` block, for microseconds."""
 
-    def __init__(self, directory: Path, kind: type[Root]) -> None:
-        """Name the directory of the root states' files; `open` makes it. `kind` is the dataclass of a root state."""
-        self._directory, self._kind = directory, kind
+    def __init__(self, directory: Path) -> None:
+        """Name the directory of the root states' files; `open` makes it."""
+        self._directory = directory
         self._locks: dict[str, asyncio.Lock] = {}
-        self._lookups: dict[str, tuple[float, Root | None]] = {}
+        self._lookups: dict[str, tuple[float, RootState | None]] = {}
 
     def open(self) -> None:
         """Make the directory."""
         self._directory.mkdir(exist_ok=True)
 
     async def get(
-        self, key: str, is_present: Callable[[Root], Awaitable[bool]], build: Callable[[], Awaitable[Root]]
-    ) -> Root:
+        self, key: str, is_present: Callable[[RootState], Awaitable[bool]], build: Callable[[], Awaitable[RootState]]
+    ) -> RootState:
         """Return a spec's root state; build it if its storage is missing. Concurrent callers share one build."""
         # `build` must be durable: all of a task depends on the root state.
 
@@ -88,11 +87,11 @@ class RootStates(Generic[Root]):
             self._lookups[key] = time.monotonic(), root
             return root
 
-    def _recent(self, key: str) -> Root | None:
+    def _recent(self, key: str) -> RootState | None:
         looked_up_s, root = self._lookups.get(key, (-math.inf, None))
         return root if time.monotonic() - looked_up_s < _RECENT_S else None
 
-    def _find(self, key: str) -> Root | None:
+    def _find(self, key: str) -> RootState | None:
         path = self._directory / f"{key}.json"
         root = self._read(path)
         if root is not None:
@@ -100,37 +99,24 @@ class RootStates(Generic[Root]):
             path.touch()
         return root
 
-    def _save(self, key: str, root: Root) -> None:
+    def _save(self, key: str, root: RootState) -> None:
         # Durable, as the storage is: without the file, a set-up with random names would be run again after a loss of
         # power, and its state would go under the records of the old one.
         write_whole(self._directory / f"{key}.json", json.dumps(asdict(root)).encode(), sync=True)
 
-    def all(self) -> list[Root]:
-        """Return every root state that was ever built here."""
-        return [root for _, root in self._entries()]
-
-    def used(self) -> list[Root]:
+    def used(self) -> list[RootState]:
         """Return the root states that a sandbox started from within `KEPT_S`."""
         # Wall-clock time, because file times are; a clock that is set back only keeps states longer.
-        return [root for used_at, root in self._entries() if used_at >= time.time() - KEPT_S]
+        used = (path for path in self._directory.glob("*.json") if path.stat().st_mtime >= time.time() - KEPT_S)
+        return [root for root in map(self._read, used) if root is not None]
 
-    def unused(self) -> list[Root]:
-        """Return the root states that no sandbox started from within `KEPT_S`."""
-        return [root for used_at, root in self._entries() if used_at < time.time() - KEPT_S]
-
-    def _entries(self) -> Iterator[tuple[float, Root]]:
-        for path in self._directory.glob("*.json"):
-            root = self._read(path)
-            if root is not None:
-                yield path.stat().st_mtime, root
-
-    def _read(self, path: Path) -> Root | None:
+    def _read(self, path: Path) -> RootState | None:
         """Return the root state in a file; None if a loss of power has damaged it: it is then built again."""
         try:
             fields: dict[str, Any] = json.loads(path.read_bytes())
             # JSON has no tuples.
             values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-            return self._kind(**values)
+            return RootState(**values)
         # Another version's members raise TypeError: such a state is built again.
         except (OSError, ValueError, TypeError, AttributeError):
             return None

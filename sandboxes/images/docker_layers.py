@@ -17,13 +17,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from sandboxes.guest.files.scan import TRUSTED_MARKS
 from sandboxes.images.root_tar import is_kept
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.linux.file_copy import is_whiteout
 
-_OPAQUE = f"{TRUSTED_MARKS}opaque"
+_OPAQUE = "trusted.overlay.opaque"
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _LABELS = "security.selinux"
 """A label of this machine, which no image has."""

@@ -25,12 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple, Self, cast
 
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.host.defaults import RESERVE_BYTES
 from sandboxes.host.tar_stream import TarStream
 from sandboxes.images.config import ImageError
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened, write_out
+from sandboxes.linux.file_copy import MARKS
 from sandboxes.linux.files import remove_entry
 from sandboxes.rights import held
 
@@ -218,7 +218,7 @@ def is_kept(attribute: str) -> bool:
     if attribute == "security.capability":
         return held.over_files()
     # The mounts of sandboxes interpret the prefix of overlayfs.
-    return attribute.startswith("user.") and not attribute.startswith(USER_MARKS)
+    return attribute.startswith("user.") and not attribute.startswith(MARKS)
 
 
 def require_room(file: int) -> None:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from sandboxes.guest.files import manifest
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.rights import held
 
 
@@ -26,13 +25,13 @@ def digest_of(tree: Path) -> str:
 def _read(tree: Path) -> str:
     top = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        content = manifest.of_tree(top, USER_MARKS, contents=True)
+        content = manifest.of_tree(top, contents=True)
         return f"{content.stats.hex()} {content.contents.hex()}"
     except PermissionError:
         if held.over_files():
             raise
         # An ordinary user cannot read what the tarball forbids to everybody.
-        return manifest.of_tree(top, USER_MARKS, contents=False).stats.hex()
+        return manifest.of_tree(top, contents=False).stats.hex()
     finally:
         os.close(top)
 

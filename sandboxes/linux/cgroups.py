@@ -96,12 +96,12 @@ class Cgroups:
             else:
                 self.problem = ""
                 # Without a weight, sandboxes run all the same; hits then wait longer beside misses.
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, KeyError):
                     self._weigh_sandboxes(groups)
                 with contextlib.suppress(OSError):
                     self._separate_sandboxes()
                 # Without accounts, nobody knows what a call has used.
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError, KeyError):
                     self._account_sandboxes(groups)
                 # Without a freezer, specs that need it are refused.
                 with contextlib.suppress(OSError, KeyError):
@@ -126,13 +126,9 @@ class Cgroups:
             _enable_controllers(groups[MEMORY], CPU)
             (self.parents[MEMORY] / "cpu.weight").write_text(str(_WEIGHT))
             return
-        group = _own_groups().get(CPU)
-        if group is None:
-            return
-        _make_writable({CPU: group})
         # Two levels, so that `sweep`, which kills what is in the groups below a group, finds the processes.
-        own = group / self.name
-        (own / "sandboxes").mkdir(parents=True, exist_ok=True)
+        own = self._place_in(CPU)
+        (own / "sandboxes").mkdir(exist_ok=True)
         self.cpu, self.behind = own, own / "sandboxes"
         (own / "cpu.shares").write_text(str(_SHARES_PER_CORE * (os.cpu_count() or 1)))
 
@@ -148,25 +144,21 @@ class Cgroups:
             _enable_controllers(groups[MEMORY], _DISKS)
             _enable_controllers(self.parents[MEMORY], _DISKS)
             return
-        group = _own_groups().get(_ACCOUNTS)
-        if group is None:
-            return
-        _make_writable({_ACCOUNTS: group})
         # Mostly one hierarchy with that of the CPU, and then one group.
-        (group / self.name).mkdir(exist_ok=True)
-        self.accounts = group / self.name
+        self.accounts = self._place_in(_ACCOUNTS)
 
     def _find_freezer(self) -> None:
         """Find the place of the groups that are frozen: always of version 2, which ends frozen processes too."""
         # Version 1 does not: pid 1 could not end before somebody thaws its children. Most machines with version 1 have
         # a hierarchy of version 2 beside it, whose groups can be frozen without any controller.
-        if self.version == 2:
-            self.freezer = self.parents[MEMORY]
-            return
-        group = _own_groups()[""]
-        _make_writable({"": group})
+        self.freezer = self.parents[MEMORY] if self.version == 2 else self._place_in("")
+
+    def _place_in(self, controller: str) -> Path:
+        """Make this instance's group in a hierarchy. Raises KeyError without the hierarchy."""
+        group = _own_groups()[controller]
+        _make_writable({controller: group})
         (group / self.name).mkdir(exist_ok=True)
-        self.freezer = group / self.name
+        return group / self.name
 
     @property
     def folders(self) -> set[Path]:

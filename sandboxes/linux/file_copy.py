@@ -19,29 +19,35 @@ _CHUNK = 16 << 20
 _SMALL = 128 << 10
 """Files up to this size are read and written in one call each: with more calls, small files dominate a restore."""
 
+MARKS = "user.overlay."
+"""The prefix of overlayfs' own attributes, in mounts with `userxattr` as sandboxes have them. All but `OPAQUE` name the
+inode that a file was copied up from."""
+OPAQUE = f"{MARKS}opaque"
+"""The attribute of a directory that hides the entries of lower layers."""
+
 
 def is_whiteout(status: os.stat_result) -> bool:
     """Return whether a file is a whiteout, which hides a name of lower layers (overlayfs.rst)."""
     return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
-def is_opaque(folder: int | Path, marks: str) -> bool:
+def is_opaque(folder: int | Path) -> bool:
     """Return whether a directory of an upper, or of a layer, hides the entries of the layers below; see `is_mark`."""
     try:
-        return os.getxattr(folder, f"{marks}opaque") == b"y"
+        return os.getxattr(folder, OPAQUE) == b"y"
     except OSError:
         return False
 
 
-def is_mark(attribute: str, marks: str) -> bool:
-    """Return whether an attribute is overlayfs' own (prefix `marks`); a program's is `user.overlay.overlay.…`."""
-    return attribute.startswith(marks) and not attribute.startswith(marks + "overlay.")
+def is_mark(attribute: str) -> bool:
+    """Return whether an attribute is overlayfs' own; a program's is `user.overlay.overlay.…`."""
+    return attribute.startswith(MARKS) and not attribute.startswith(f"{MARKS}overlay.")
 
 
-def copy_entry(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
+def copy_entry(name: str, status: os.stat_result, source: int, target: int) -> None:
     """Copy an entry that is no directory to the same free name elsewhere, without attributes of overlayfs' own."""
     if stat.S_ISREG(status.st_mode):
-        _copy_file(name, status, source, target, marks)
+        _copy_file(name, status, source, target)
         return
     if stat.S_ISLNK(status.st_mode):
         os.symlink(os.readlink(name, dir_fd=source), name, dir_fd=target)
@@ -50,10 +56,10 @@ def copy_entry(name: str, status: os.stat_result, source: int, target: int, mark
         os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
         if is_whiteout(status):
             return
-    copy_facts(name, status, source, target, marks)
+    copy_facts(name, status, source, target)
 
 
-def _copy_file(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
+def _copy_file(name: str, status: os.stat_result, source: int, target: int) -> None:
     """Copy a regular file with as few system calls as possible: a restore spends most of its time here."""
     with (
         Opened(open_unnoticed(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, within=source)) as reading,
@@ -71,7 +77,7 @@ def _copy_file(name: str, status: os.stat_result, source: int, target: int, mark
         os.fchown(writing, status.st_uid, status.st_gid)
         os.fchmod(writing, stat.S_IMODE(status.st_mode))
         for attribute in os.listxattr(reading):
-            if not is_mark(attribute, marks):
+            if not is_mark(attribute):
                 os.setxattr(writing, attribute, os.getxattr(reading, attribute))
         copy_flags(reading, writing)
         os.utime(writing, ns=(status.st_atime_ns, status.st_mtime_ns))
@@ -111,7 +117,7 @@ def _copy_range(reading: int, writing: int, at: int, count: int) -> int:
     return os.pwrite(writing, os.pread(reading, count, at), at)
 
 
-def copy_facts(name: str, status: os.stat_result, source: int, target: int, marks: str) -> None:
+def copy_facts(name: str, status: os.stat_result, source: int, target: int) -> None:
     """Give a copy the owner, mode, attributes and times of the original; for the arguments see `copy_entry`."""
     os.chown(name, status.st_uid, status.st_gid, dir_fd=target, follow_symlinks=False)
     if not stat.S_ISLNK(status.st_mode):
@@ -119,15 +125,15 @@ def copy_facts(name: str, status: os.stat_result, source: int, target: int, mark
         os.chmod(name, stat.S_IMODE(status.st_mode), dir_fd=target)
     # There are no *at() forms of these calls in Python. The path through the descriptor names the same directory,
     # whatever its parents are renamed to.
-    _copy_attributes(f"/proc/self/fd/{source}/{name}", f"/proc/self/fd/{target}/{name}", marks)
+    _copy_attributes(f"/proc/self/fd/{source}/{name}", f"/proc/self/fd/{target}/{name}")
     os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
 
 
-def _copy_attributes(source: str, target: str, marks: str) -> None:
+def _copy_attributes(source: str, target: str) -> None:
     # The target may have attributes of the image's directory that the source had removed.
-    names = [name for name in os.listxattr(source, follow_symlinks=False) if not is_mark(name, marks)]
+    names = [name for name in os.listxattr(source, follow_symlinks=False) if not is_mark(name)]
     for name in set(os.listxattr(target, follow_symlinks=False)) - set(names):
-        if not is_mark(name, marks):
+        if not is_mark(name):
             # The kernel lists some attributes that it makes up itself and that cannot be removed.
             with contextlib.suppress(OSError):
                 os.removexattr(target, name, follow_symlinks=False)

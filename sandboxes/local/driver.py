@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -52,14 +52,6 @@ STATE_VERSION = 5
 """Version of frozen states. Raise it, too, when earlier ones would be restored over bases that differ from theirs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RootLayers(RootState):
-    """The root state of a spec, as layers over its base."""
-
-    layers: tuple[str, ...]  # The layers, topmost first; empty if the spec asks for nothing but its base.
-    images: tuple[str, ...] = ()  # The ids of the images below them.
-
-
 class LocalDriver:
     """The driver of local sandboxes. One instance owns its data directory; a lock keeps a second one out."""
 
@@ -81,7 +73,7 @@ class LocalDriver:
         self.machine = Machine(
             self.data_dir, self.bases.host_view, checkpointer or NoCheckpointer(), self.sandboxes.holding
         )
-        self.roots = RootStates(self.data_dir / "roots", RootLayers)
+        self.roots = RootStates(self.data_dir / "roots")
         self.porter = LayerPorter(self.machine.layers, self.sandboxes.holding)
         self._ownership = DirLock(self.data_dir)
         self._pristine: dict[Hashable, dict[str, Any]] = {}
@@ -194,7 +186,7 @@ class LocalDriver:
         payload = frozen.payload
         layers = tuple(payload["layers"])
         # The root state's layers are the lowest ones; their number is stored with the state.
-        root = RootLayers(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
+        root = RootState(layers=layers[len(layers) - payload["root_layers"] :], born_ns=payload["born_ns"])
         with self.sandboxes.holding(frozen.parts):
             base = await self._frozen_base(spec, payload)
             spec = base.completed(spec)
@@ -219,26 +211,25 @@ class LocalDriver:
     async def image(self, spec: EnvironmentSpec, frozen: FrozenState, name: str, target: Path | None) -> str:
         """Make a container image of a state, see `sandboxes.portability.ImagingDriver`."""
         self.images.require_possible(spec)
-        async with self.images.making:
-            with contextlib.ExitStack() as held:
-                held.enter_context(self.sandboxes.holding(frozen.parts))
-                base = await self._frozen_base(spec, frozen.payload)
-                held.enter_context(self.sandboxes.holding(base.images))
-                lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
-                left_out = [SERVICES.strip("/")] if spec.services else []
-                return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
+        async with self.images.making, self._frozen_lowers(spec, frozen) as (base, lowers):
+            left_out = [SERVICES.strip("/")] if spec.services else []
+            return await self.images.make(lowers, base.image_config(spec), left_out, name, target)
 
     async def open_frozen(self, spec: EnvironmentSpec, frozen: FrozenState, path: str) -> FrozenPath:
         """Return what a path of a state leads to, but nothing of a base that is this machine itself."""
         # Sandboxes see a part of it, and a person may not.
-        with contextlib.ExitStack() as held:
-            held.enter_context(self.sandboxes.holding(frozen.parts))
-            base = await self._frozen_base(spec, frozen.payload)
-            held.enter_context(self.sandboxes.holding(base.images))
-            lowers = [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
+        async with self._frozen_lowers(spec, frozen) as (base, lowers):
             # The content of a file is read later: a layer never changes, and stays while a descriptor of it is open.
             found = await asyncio.to_thread(lower_view.open_path, lowers, path)
             return replace(found, base=bool(base.bare))
+
+    @contextlib.asynccontextmanager
+    async def _frozen_lowers(self, spec: EnvironmentSpec, frozen: FrozenState) -> AsyncIterator[tuple[Base, list[str]]]:
+        """Yield the base of a state, and the directories of both, topmost first; nothing collects them meanwhile."""
+        with self.sandboxes.holding(frozen.parts):
+            base = await self._frozen_base(spec, frozen.payload)
+            with self.sandboxes.holding(base.images):
+                yield base, [*self.machine.layers.lowers(frozen.payload["layers"]), *base.bare]
 
     async def _frozen_base(self, spec: EnvironmentSpec, payload: dict[str, Any]) -> Base:
         layers = payload["layers"]
@@ -286,18 +277,18 @@ class LocalDriver:
         """Return what a function finds out about a base; it runs in a thread if the base has to be walked for it."""
         return look() if self.bases.known(spec) is not None else await asyncio.to_thread(look)
 
-    async def _root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
+    async def _root(self, spec: EnvironmentSpec, base: Base) -> RootState:
         identity = (await self.identity(spec)) if spec.copied_sources else base.identity
 
-        async def is_present(root: RootLayers) -> bool:
+        async def is_present(root: RootState) -> bool:
             missing = self.machine.layers.missing(root.layers)
             return not missing and not await self.machine.layer_check.damaged(root.layers)
 
         return await self.roots.get(root_key(spec, identity), is_present, lambda: self._build_root(spec, base))
 
-    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootLayers:
+    async def _build_root(self, spec: EnvironmentSpec, base: Base) -> RootState:
         """Run set-up in a sandbox of the bare base, and freeze that."""
-        bare = RootLayers(layers=(), images=base.images, born_ns=time.time_ns())
+        bare = RootState(layers=(), images=base.images, born_ns=time.time_ns())
         if not needs_setup(spec):
             return bare
         # Set-up makes the working directory, so its own sandbox starts at the root.
@@ -313,7 +304,7 @@ class LocalDriver:
         finally:
             await sandbox.close()
         content = state.state.content.hex() if state.state is not None else ""
-        root = RootLayers(
+        root = RootState(
             layers=tuple(state.payload["layers"]), images=base.images, born_ns=time.time_ns(), content=content
         )
         # A whole task depends on its root state. Unlike other layers it must outlive a loss of power.
@@ -326,7 +317,7 @@ class LocalDriver:
         self,
         spec: EnvironmentSpec,
         base: Base,
-        root: RootLayers,
+        root: RootState,
         layers: tuple[str, ...],
         state: dict[str, Any],
         *,

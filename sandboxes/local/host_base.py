@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sandboxes.host.source_walk import CHANGES, MODIFY
-from sandboxes.linux.file_copy import is_opaque, is_whiteout
-from sandboxes.local.layer_merge import MARKS, OPAQUE
+from sandboxes.linux.file_copy import OPAQUE, is_opaque, is_whiteout
 from sandboxes.rights import held
 
 Watch = Callable[[str, int], None]
@@ -149,7 +148,7 @@ def build_mask(target: Path, hidden: list[Path]) -> None:
     # copied.
     for folder, _, _ in os.walk(target):
         path = Path(folder)
-        if not is_opaque(path, MARKS):
+        if not is_opaque(path):
             _copy_attributes(host / path.relative_to(target), path)
     _fix_times(target)
 
@@ -225,7 +224,7 @@ def _hide(path: Path, mask: Path) -> None:
     # it.
     for parent in reversed(inside.parents[:-1]):
         # In an opaque directory nothing of the host shows, and a whiteout itself would be visible as a device.
-        if _is_whiteout(mask / parent) or is_opaque(mask / parent, MARKS):
+        if _is_whiteout(mask / parent) or is_opaque(mask / parent):
             return
         if not (mask / parent).exists():
             (mask / parent).mkdir()

@@ -12,15 +12,9 @@ from pathlib import Path
 
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened
-from sandboxes.linux.file_copy import copy_entry, copy_facts, is_opaque, is_whiteout
+from sandboxes.linux.file_copy import OPAQUE, copy_entry, copy_facts, is_opaque, is_whiteout
 from sandboxes.linux.file_flags import copy_flags
 from sandboxes.linux.files import remove_entry
-
-OPAQUE = "user.overlay.opaque"
-"""The attribute of a directory that hides the entries of lower layers; `user.`, because mounts use `userxattr`."""
-
-MARKS = "user.overlay."
-"""The prefix of overlayfs' own attributes. Others than `OPAQUE` refer to the inode that a file was copied up from."""
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -60,7 +54,7 @@ def has_entry(layer: Path, path: str) -> bool:
 
 def _make_folder(path: str, layer: int, merged: int) -> bool:
     """Make a directory of the merged layer, by the cases of overlayfs; return whether it is opaque there."""
-    opaque = is_opaque(layer, MARKS)
+    opaque = is_opaque(layer)
     folder, _, name = path.rstrip("/").rpartition("/")
     if not name:
         return opaque
@@ -78,7 +72,7 @@ def _make_folder(path: str, layer: int, merged: int) -> bool:
             return opaque
     with Opened(_open_folder(merged, path)) as into:
         # The lower of the two may have been opaque already, and then the merged directory is.
-        return opaque or is_opaque(into, MARKS)
+        return opaque or is_opaque(into)
 
 
 def _lay_entry(
@@ -92,7 +86,7 @@ def _lay_entry(
     if shared and (first := links.setdefault(status.st_ino, path)) != path:
         os.link(first, name, src_dir_fd=merged, dst_dir_fd=into, follow_symlinks=False)
         return
-    copy_entry(name, status, folder.fd, into, MARKS)
+    copy_entry(name, status, folder.fd, into)
 
 
 def _finish_folder(path: str, layer: int, merged: int, *, opaque: bool) -> None:
@@ -101,7 +95,7 @@ def _finish_folder(path: str, layer: int, merged: int, *, opaque: bool) -> None:
         if opaque:
             os.setxattr(target, OPAQUE, b"y")
         copy_flags(source, target)
-        copy_facts(".", os.fstat(source), source, target, MARKS)
+        copy_facts(".", os.fstat(source), source, target)
     finally:
         os.close(source)
         os.close(target)

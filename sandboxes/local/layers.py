@@ -25,14 +25,13 @@ from typing import Any, NamedTuple
 from sandboxes.errors import NotFreezableError
 from sandboxes.guest.files import delta, manifest, row_table
 from sandboxes.guest.files.manifest import Manifest
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.ipc.state_messages import Links
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_copy import copy_facts
 from sandboxes.linux.file_flags import copy_flags, spread_below
 from sandboxes.linux.files import remove_tree, sync_path, write_file
-from sandboxes.local.layer_merge import MARKS, has_entry, lay_over
+from sandboxes.local.layer_merge import has_entry, lay_over
 from sandboxes.local.layer_tables import LayerTables
 from sandboxes.task_owner import TaskOwner
 
@@ -298,7 +297,7 @@ def _move_apart(upper: Upper) -> None:
         for name in os.listdir(source):  # noqa: PTH208
             os.rename(name, name, src_dir_fd=source, dst_dir_fd=target)
         copy_flags(source, target)
-        copy_facts(".", status, source, target, MARKS)
+        copy_facts(".", status, source, target)
     os.rmdir(mounted)  # noqa: PTH106
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(index := f"{upper.work}/index"):  # noqa: PTH208
@@ -357,4 +356,4 @@ def mergeable(ids: Sequence[str], sizes: dict[str, int]) -> list[str]:
 def read_manifest(layer: Path, *, contents: bool, known: Mapping[str, bytes] = MappingProxyType({})) -> Manifest:
     """Return the manifest of a layer's files; see `manifest.of_tree`."""
     with Opened(os.open(layer / "diff", _FOLDER)) as top:
-        return manifest.of_tree(top, USER_MARKS, contents=contents, known=known)
+        return manifest.of_tree(top, contents=contents, known=known)

@@ -11,7 +11,6 @@ from sandboxes.inspection import GONE, FileEntry, FileKind, FrozenPath
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.file_copy import is_opaque, is_whiteout
-from sandboxes.local.layer_merge import MARKS
 
 _MAX_LINKS = 40
 """Limits the links that one path leads through, as the kernel does (path_resolution(7))."""
@@ -141,7 +140,7 @@ def _hides(top: int, name: str) -> bool:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             way = os.fsencode("/".join(parts[:length])) or b"."
             with Opened(kernel.openat2(top, way, _FOLDER)) as folder:
-                if is_opaque(folder, MARKS):
+                if is_opaque(folder):
                     return True
     return False
 

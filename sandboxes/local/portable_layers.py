@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 from sandboxes.driver import FrozenState
 from sandboxes.guest.files import delta, row_table
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.host import layer_tar
 from sandboxes.ipc.state_messages import Links
 from sandboxes.linux.descriptors import Opened
@@ -24,9 +23,6 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
 from sandboxes.open_sandboxes import Holding
 from sandboxes.portability import NotPortableError
-
-FORM = layer_tar.TarForm("rows", USER_MARKS)
-"""The first member of a layer's tar is the table of what the layer changes of the root state."""
 
 _FIELDS = {"layers", "root_layers", "born_ns", "base", "sessions", "pristine"}
 
@@ -43,7 +39,7 @@ class LayerPorter:
 
     def pack(self, part: str) -> Iterator[bytes]:
         """Yield a layer's canonical tar, in pieces."""
-        return layer_tar.pack(self._layers.frozen / part, self._layers.tables.of(part), FORM)
+        return layer_tar.pack(self._layers.frozen / part, self._layers.tables.of(part))
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":
@@ -76,14 +72,14 @@ class LayerUnpacking:
         self._names[name] = self._layers.freeze(upper, meta, table)
 
     def _unpacked(self, upper: Upper, data: BinaryIO, sha256: str) -> tuple[LayerMeta, bytes]:
-        unpacked = layer_tar.unpack(data, upper.path, FORM)
+        unpacked = layer_tar.unpack(data, upper.path)
         table = unpacked.head
         try:
             row_table.check(table)
         except row_table.MalformedTableError as error:
             raise NotPortableError(f"its table of rows cannot be read: {error}") from error
         # Packed again it must give the same bytes; see the docstring of the module.
-        if unpacked.sha256 != sha256 or unpacked.outline != layer_tar.outline(upper.path, table, FORM):
+        if unpacked.sha256 != sha256 or unpacked.outline != layer_tar.outline(upper.path, table):
             raise NotPortableError(
                 "written here, its digest is another: the tar is not canonical, or this file system lost attributes"
             )

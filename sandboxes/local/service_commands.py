@@ -1,6 +1,7 @@
 """Commands that run in a side service: in its root directory, with its variables, its directory and its user (pure)."""
 
 import posixpath
+import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,8 +13,12 @@ from sandboxes.server_spec import Service
 
 SERVICES = "/.services"
 """The directory of a sandbox that has the files of its side services, a directory for each."""
-_ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
+ROOT = frozenset({"", "0", "root", "0:0", "root:root"})
 """Names of the user and group that a command has without `--userspec`."""
+HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
+"""A name on the network, as a spec's `aliases` have it."""
+_READY_S = (60.0, 600.0)
+"""Shortest and longest time that a service gets to become ready: the spec's default and its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +32,7 @@ class ServiceFrame:
 
     def shell_text(self, command: Sequence[str]) -> str:
         """Return a line for the main container's shell that becomes a command of the service."""
-        as_user = [] if self.user in _ROOT else [f"--userspec={self.user}"]
+        as_user = [] if self.user in ROOT else [f"--userspec={self.user}"]
         move = ["/bin/sh", "-c", 'cd -- "$0" && exec "$@"', self.workdir] if self.workdir != "/" else []
         before = shlex.join(["env", "-i", *(f"{key}={value}" for key, value in self.environment.items())])
         after = shlex.join([*as_user, f"{SERVICES}/{self.name}", *move, *command])
@@ -62,6 +67,12 @@ def call_in_service(call: ToolCall, frame: ServiceFrame) -> ToolCall:
     )
     argv = ["/bin/sh", "-c", inner.shell_text(arguments["argv"])]
     return replace(call, arguments={**arguments, "argv": argv, "env": {}, "cwd": "/", "user": None})
+
+
+def ready_s(interval_s: float | None, timeout_s: float | None, start_s: float | None, retries: int | None) -> float:
+    """Return the time until Docker would call a service unhealthy, within the limits of a spec; None for a default."""
+    total_s = (start_s or 0) + ((interval_s or 30) + (timeout_s or 30)) * (retries or 3)
+    return min(_READY_S[1], max(_READY_S[0], total_s))
 
 
 def only_port(exposed: Iterable[str]) -> int | None:

@@ -71,7 +71,7 @@ class Sources:
             return part
 
     async def _is_whole(self, part: str) -> bool:
-        return part in self._store.intact or await asyncio.to_thread(self._store.read_whole, [part])
+        return part in self._store.intact or await asyncio.to_thread(self._store.is_whole, part)
 
     async def _import(self, files: "list[_SourceFile]") -> tuple[SourceStamp, str]:
         folder = self._store.forks / f"source-{secrets.token_hex(8)}"
@@ -121,7 +121,7 @@ class Sources:
         digest = file_digest(database)
         # Named by content: equal sources share one root state.
         part = f"r-{digest}"
-        if not (self._store.has(part) and self._store.read_whole([part])):
+        if not self._store.is_whole(part):
             self._store.adopt(database, part, digest)
         return part
 

@@ -5,33 +5,30 @@ A state is a directory below `states` with these files:
 - `db`: a database file that never changes.
 - `db-wal`: a log with the changes since; a root state has none.
 - `pages`: which pages differ from the root's (`sandboxes.sqlite.pages`).
-- `manifest.json`: sizes, times and digests of the others. It is written last, so a directory without it is incomplete.
+- `manifest.json`: sizes, times and digests of the others (`sandboxes.workers.parts`).
 
-A state is read completely before its first use in a process that did not write it: a disk may have changed a byte.
 
 A fork is a directory below `forks`: a second copy of `db`, and a log of its own, which one worker writes.
 """
 
 import contextlib
-import logging
 import os
 import secrets
 import shutil
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
+from typing_extensions import override
 
 from sandboxes.errors import StateGoneError
 from sandboxes.linux.files import file_digest, sync_path
 from sandboxes.sqlite.counters import UNTOUCHED, RowCounters
 from sandboxes.sqlite.file_clone import best_copy, clone, hold
 from sandboxes.sqlite.pages import Pages, last_versions, page_size_of, wal_bytes
-
-_log = logging.getLogger(__name__)
+from sandboxes.workers.parts import MANIFEST, NEW, PartStore
 
 COMPACT_BYTES = 8 << 20
 """A longer log is written into a database file of its own when its state is frozen, if it exceeds half of its database.
@@ -65,53 +62,30 @@ class DatabaseState:
         return cls(**value | {"counters": RowCounters(*value["counters"])})
 
 
-class SqliteStore:
+class SqliteStore(PartStore):
     """The directories of one driver's states and forks, and of SQLite's temporary files."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.states, self.forks, self.temporary = folder / "states", folder / "forks", folder / "tmp"
-        self._manifests: dict[str, dict[str, Any]] = {}
-        self.intact: set[str] = set()  # The states that this process has written itself or read completely.
-        self._reading = threading.Lock()
+        super().__init__(folder / "states", "database state")
+        self.folder, self.forks, self.temporary = folder, folder / "forks", folder / "tmp"
 
+    @override
     def open(self) -> None:
-        """Create the directories, and remove incomplete states and the forks of a killed instance."""
         # No fork survives its driver: its worker, and the session in it, are gone.
         for folder in (self.forks, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
-        for folder in (self.states, self.forks, self.temporary):
             folder.mkdir(parents=True, exist_ok=True)
-        for state in self.states.iterdir():
-            if not (state / "manifest.json").exists():
-                shutil.rmtree(state)
+        super().open()
 
     # -- states ------------------------------------------------------------------------------------------------------
 
-    def all(self) -> set[str]:
-        """Return the names of all states."""
-        return {path.name for path in self.states.iterdir() if not path.name.startswith("new-")}
-
     def path(self, part: str) -> Path:
         """Return the database file of a state."""
-        return self.states / part / "db"
-
-    def has(self, part: str) -> bool:
-        """Return whether a complete state of this name exists."""
-        return (self.states / part / "manifest.json").exists()
+        return self.parts / part / "db"
 
     def size_bytes(self, part: str) -> int:
         """Return the bytes on disk that the state added when it was frozen."""
-        return int(self._manifest(part)["size_bytes"])
-
-    def drop(self, parts: set[str]) -> None:
-        """Delete states."""
-        for part in parts:
-            self._manifests.pop(part, None)
-            self.intact.discard(part)
-            # Manifest first: if the process is killed meanwhile, the next start deletes the rest.
-            (self.states / part / "manifest.json").unlink(missing_ok=True)
-            shutil.rmtree(self.states / part, ignore_errors=True)
+        return int(self.manifest(part)["size_bytes"])
 
     def adopt(self, database: Path, part: str, digest: str) -> None:
         """Move a database file, whose digest is known, into a new root state."""
@@ -132,7 +106,7 @@ class SqliteStore:
         """Raise StateGoneError unless all files of a state exist and are unchanged."""
         for part in state.parts:
             try:
-                manifest = self._manifest(part)
+                manifest = self.manifest(part)
                 stat = self.path(part).stat()
                 log = wal_of(self.path(part))
                 log_bytes = log.stat().st_size if manifest["frames"] else 0
@@ -140,27 +114,6 @@ class SqliteStore:
                 raise StateGoneError(f"database state {part} is gone ({error}); replay its path instead") from error
             if [stat.st_size, stat.st_mtime_ns, log_bytes] != manifest["stamp"]:
                 raise StateGoneError(f"database state {part} was changed from outside; replay its path instead")
-
-    def read_whole(self, parts: Iterable[str]) -> bool:
-        """Read states completely that this process has not read yet; return whether all are intact. Blocking."""
-        # A damaged state is deleted.
-        with self._reading:
-            return all(map(self._is_whole, parts))
-
-    def _is_whole(self, part: str) -> bool:
-        if part in self.intact:
-            return True
-        try:
-            digests = self._manifest(part)["digests"]
-            whole = all(file_digest(self.states / part / name) == digest for name, digest in digests.items())
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            whole = False
-        if whole:
-            self.intact.add(part)
-        else:
-            _log.error("database state %s is damaged, and is made again", part)
-            self.drop({part})
-        return whole
 
     def freeze(self, fork: "Fork", state: DatabaseState, pages: bytes) -> tuple[DatabaseState, int]:
         """Save a fork as a state, and return it with the bytes that it adds to the disk."""
@@ -181,19 +134,19 @@ class SqliteStore:
             if length:
                 best_copy(wal_of(fork.path), wal_of(folder / "db"), length=length)
             kept, added = replace(state, part=part), length
-            database = self._manifest(fork.origin.part)["digests"]["db"]
+            database = self.manifest(fork.origin.part)["digests"]["db"]
         added += len(pages)
         self._finish(folder, part, frames=kept.frames, size_bytes=added, database=database)
         return kept, added
 
     def saved_pages(self, part: str) -> bytes | None:
         """Return what `Pages.save` returned for a state; None for a root state."""
-        saved = self.states / part / "pages"
+        saved = self.parts / part / "pages"
         return saved.read_bytes() if saved.exists() else None
 
     def frames(self, part: str) -> int:
         """Return the length of a state's log in frames."""
-        return int(self._manifest(part)["frames"])
+        return int(self.manifest(part)["frames"])
 
     def adopt_over(self, root: str, build: Callable[[Path], tuple[int, bytes]]) -> str:
         """Add a state that shares its database file with a root state, and return its name."""
@@ -205,14 +158,14 @@ class SqliteStore:
             frames, pages = build(folder / "db")
             (folder / "pages").write_bytes(pages)
             added = len(pages) + (wal_of(folder / "db").stat().st_size if frames else 0)
-            self._finish(folder, part, frames=frames, size_bytes=added, database=self._manifest(root)["digests"]["db"])
+            self._finish(folder, part, frames=frames, size_bytes=added, database=self.manifest(root)["digests"]["db"])
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         return part
 
     def _new(self) -> Path:
-        folder = self.states / f"new-{secrets.token_hex(8)}"
+        folder = self.parts / f"{NEW}{secrets.token_hex(8)}"
         folder.mkdir()
         return folder
 
@@ -229,20 +182,12 @@ class SqliteStore:
             "stamp": [status.st_size, status.st_mtime_ns, log_bytes],
             "digests": {"db": database} | {path.name: file_digest(path) for path in others},
         }
-        # Manifest last: a state without one is incomplete, and is deleted at the next start.
-        (folder / "manifest.json").write_bytes(orjson.dumps(manifest))
+        (folder / MANIFEST).write_bytes(orjson.dumps(manifest))
         if durable:
-            sync_path(folder / "manifest.json")
+            sync_path(folder / MANIFEST)
             sync_path(folder)
-        folder.rename(self.states / part)
+        folder.rename(self.parts / part)
         self.intact.add(part)
-
-    def _manifest(self, part: str) -> dict[str, Any]:
-        manifest = self._manifests.get(part)
-        if manifest is None:
-            manifest = orjson.loads((self.states / part / "manifest.json").read_bytes())
-            self._manifests[part] = manifest
-        return manifest
 
     # -- forks -------------------------------------------------------------------------------------------------------
 
@@ -256,7 +201,7 @@ class SqliteStore:
         if state.frames:
             # The fork appends to its log, so it needs a log of its own.
             best_copy(wal_of(source), wal_of(folder / "db"))
-        pages = self.states / state.part / "pages"
+        pages = self.parts / state.part / "pages"
         return Fork(folder / "db", hold(folder / "db"), pages if pages.exists() else None, state)
 
 

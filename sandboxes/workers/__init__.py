@@ -1,4 +1,4 @@
-"""Pre-forked worker processes that execute SQL statements and decode videos.
+"""Pre-forked workers for SQL and video, and the parts that they read.
 
 Process: the proxy, the zygote and its workers.
 May import: sandboxes, sandboxes.ipc, sandboxes.linux.

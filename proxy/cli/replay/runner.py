@@ -12,21 +12,12 @@ import httpx
 import orjson
 
 from forkpoint.address import token_headers
+from forkpoint.client import OVERHEAD_S, PATIENCE_S, reply_of
+from forkpoint.exchange import Reply, error_of, retry_pause_s
 from forkpoint.results import outcome_of
-from proxy.cli.client import details_of, problem
+from proxy.cli.client import problem
 from proxy.cli.replay.report import CallId, ReplayedCall, ReplayRun, ToolAnswer, spent
 from proxy.cli.replay.workload import RecordedRollout, RecordedTask, Workload, WorkloadRequest, safe_name
-
-OVERHEAD_S = 300.0
-"""Timeout beyond the call's own, for the proxy to wait for a free sandbox and to restore it."""
-PATIENCE_S = 120.0
-"""A refused call is retried for this long; then the refusal counts as its error."""
-MAX_PAUSE_S = 10.0
-"""Longest pause between two attempts, whatever `Retry-After` says."""
-_PROBLEM = "urn:forkpoint:"
-"""Precedes the problem type of each error of the proxy, which a tool server's own error lacks."""
-OVERLOADED = f"{_PROBLEM}overloaded"
-"""Problem type of a refusal that is worth a retry."""
 
 OnCall = Callable[[ReplayedCall], None]
 
@@ -181,18 +172,17 @@ async def call(client: httpx.AsyncClient, base: str, request: WorkloadRequest, *
             request.method, base + request.path, content=body, headers=headers, timeout=timeout_s
         )
         seconds = time.perf_counter() - started
-        if not _is_worth_retry(response) or seconds > PATIENCE_S:
+        pause_s = _pause_s(reply_of(response), seconds)
+        if pause_s is None:
             return replace(read_outcome(response, request), seconds=seconds, refusals=refusals)
         refusals += 1
-        await asyncio.sleep(_pause_s(response))
+        await asyncio.sleep(pause_s)
 
 
 def read_outcome(response: httpx.Response, request: WorkloadRequest) -> ReplayedCall:
     """Return the result in a response: an error if it is the proxy's own, or no command's result for a command."""
     outcome = ReplayedCall(request.shown, 0.0, outcome=outcome_of(response.headers.get("Cache-Status", "")))
-    kind = details_of(response).get("type")
-    refused = not response.is_success and isinstance(kind, str) and kind.startswith(_PROBLEM)
-    if refused or (request.is_command and not response.is_success):
+    if not response.is_success and (request.is_command or error_of(reply_of(response)).slug):
         return replace(outcome, error=problem(response), outcome=None)
     if not request.is_command:
         # Bytes that are not UTF-8 stay different when they are different.
@@ -205,18 +195,11 @@ def read_outcome(response: httpx.Response, request: WorkloadRequest) -> Replayed
         return replace(outcome, error=f"not a shell result: {response.text[:200]!r}", outcome=None)
 
 
-def _is_worth_retry(response: httpx.Response) -> bool:
+def _pause_s(reply: Reply, spent_s: float) -> float | None:
     # Other 503 responses are errors: a call that crashes its sandbox would crash it again.
-    if response.status_code == httpx.codes.SERVICE_UNAVAILABLE:
-        return details_of(response).get("type") == OVERLOADED
-    return response.status_code == httpx.codes.TOO_MANY_REQUESTS
-
-
-def _pause_s(response: httpx.Response) -> float:
-    try:
-        return min(float(response.headers.get("Retry-After", "1")), MAX_PAUSE_S)
-    except ValueError:  # The header may also be a date, which the proxy does not send.
-        return 1.0
+    if reply.status == httpx.codes.SERVICE_UNAVAILABLE and error_of(reply).slug != "overloaded":
+        return None
+    return retry_pause_s(reply, spent_s=spent_s, patience_s=PATIENCE_S)
 
 
 async def totals(client: httpx.AsyncClient) -> dict[str, Any]:

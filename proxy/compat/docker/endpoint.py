@@ -77,13 +77,7 @@ class DockerEndpoint:
             scope["method"], self._address_of(scope), scope["query_string"], bytes(body), scope.get(GRANT, ALL)
         )
 
-    async def serve(
-        self,
-        scope: Mapping[str, Any],
-        address: Address,
-        body: bytes,
-        exchange: Exchange,
-    ) -> None:
+    async def serve(self, scope: Mapping[str, Any], address: Address, body: bytes, exchange: Exchange) -> None:
         """Answer an HTTP request. Raises RefusalError, which the exchange reports in Docker's form."""
         exchange.understood(_ERRORS, Request(scope["method"], "/", (), b""))
         answer = await self._api.answer(scope["method"], address, scope["query_string"], body, scope.get(GRANT, ALL))

@@ -32,10 +32,7 @@ class ContainerEvents:
             listener.put_nowait(line)
 
     async def send(
-        self,
-        shown: ShownContainers,
-        filters: Mapping[str, Sequence[str]],
-        send: Callable[[bytes], Awaitable[None]],
+        self, shown: ShownContainers, filters: Mapping[str, Sequence[str]], send: Callable[[bytes], Awaitable[None]]
     ) -> None:
         """Send a URL's events until the caller cancels; filters but type, event, container and label are ignored."""
         queue: asyncio.Queue[bytes] = asyncio.Queue(_MAX_WAITING)

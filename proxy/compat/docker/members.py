@@ -16,7 +16,7 @@ from proxy.compat.docker.requests import ContainerSpec, arguments_of, variables
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest
 from sandboxes.images.waiting_commands import waits as waits_alone
-from sandboxes.local.service_commands import SERVICES, only_port
+from sandboxes.local.service_commands import HOST_NAME, SERVICES, only_port, ready_s
 from sandboxes.server_spec import MAIN
 
 PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
@@ -28,13 +28,9 @@ OUTPUT = "/.output"
 _ONE_OFF, _DEPENDS_ON = "com.docker.compose.oneoff", "com.docker.compose.depends_on"
 _RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
 """Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""
-_HOST_NAME = re.compile(r"[a-z][a-z0-9_-]{0,30}")
-"""A name on the network, as a spec's `aliases` have it."""
 _HERE = frozenset({"127.0.0.1", "::1"})
 _SHORT_ID = re.compile(r"[0-9a-f]{12}")
 _NS = 10**9
-_READY_S = (60.0, 600.0)
-"""Shortest and longest time that a service gets to become ready: the spec's default and its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +108,8 @@ def _health(body: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _ready_s(check: Mapping[str, Any]) -> float:
-    """Return the time until Docker would call a service unhealthy, within the limits of a spec."""
-    interval, timeout = check.get("Interval") or 30 * _NS, check.get("Timeout") or 30 * _NS
-    total = (check.get("StartPeriod") or 0) + (interval + timeout) * (check.get("Retries") or 3)
-    return min(_READY_S[1], max(_READY_S[0], total / _NS))
+    interval_s, timeout_s, start_s = ((check.get(key) or 0) / _NS for key in ("Interval", "Timeout", "StartPeriod"))
+    return ready_s(interval_s, timeout_s, start_s, check.get("Retries"))
 
 
 def _depends_on(name: str, labels: Mapping[str, str], running: Collection[str]) -> frozenset[str]:
@@ -148,7 +142,7 @@ def _aliases(body: Mapping[str, Any], own_name: str, container_name: str) -> fro
     networks = (body.get("NetworkingConfig") or {}).get("EndpointsConfig") or {}
     named = {str(alias) for endpoint in networks.values() for alias in (endpoint or {}).get("Aliases") or ()}
     hosts = (str(entry).partition(":") for entry in (body.get("HostConfig") or {}).get("ExtraHosts") or ())
-    named |= {name for name, _, address in hosts if address.strip("[]") in _HERE and _HOST_NAME.fullmatch(name)}
+    named |= {name for name, _, address in hosts if address.strip("[]") in _HERE and HOST_NAME.fullmatch(name)}
     # Compose adds the container's name, or the beginning of an ID, which differ in each project and rollout.
     return frozenset(alias for alias in named - {own_name, container_name} if not _SHORT_ID.fullmatch(alias))
 
@@ -177,7 +171,7 @@ def environment(members: Sequence[ProjectMember], requests: Mapping[str, Environ
         for command in member.mounts.setup(below)
     ]
     unused = sorted(further - names - {MAIN}) if services else []
-    if wrong := [name for name in unused if not _HOST_NAME.fullmatch(name)]:
+    if wrong := [name for name in unused if not HOST_NAME.fullmatch(name)]:
         raise RefusalError(
             400, "docker", f"{wrong[0]!r} cannot be a name on the project's network. Use at most 31 lower-case "
             "letters, digits, '-' and '_', the first of them a letter.",

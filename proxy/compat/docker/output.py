@@ -17,12 +17,7 @@ class OutputSink:
     """One client's end of a process's output."""
 
     def __init__(
-        self,
-        send: Callable[[bytes], Awaitable[None]],
-        streams: frozenset[int],
-        *,
-        tty: bool,
-        has_output: bool = False,
+        self, send: Callable[[bytes], Awaitable[None]], streams: frozenset[int], *, tty: bool, has_output: bool = False
     ) -> None:
         """Create a sink for stdout (1) and stderr (2); `has_output`: the client has had the earlier output."""
         self._send, self._streams, self._tty, self.has_output = send, streams, tty, has_output

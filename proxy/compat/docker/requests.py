@@ -113,9 +113,7 @@ def name_of(query: Mapping[str, str]) -> str:
     name = query.get("name", "")
     if name and _NAME.fullmatch(name) is None:
         raise RefusalError(
-            400,
-            "docker",
-            f"Invalid container name ({name[:100]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed",
+            400, "docker", f"Invalid container name ({name[:100]}), only [a-zA-Z0-9][a-zA-Z0-9_.-] are allowed"
         )
     return name.removeprefix("/")
 

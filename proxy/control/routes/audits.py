@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Body, Response
 from pydantic import AwareDatetime, BaseModel, Field
 
-from proxy.audit.auditor import SampleSource, Tally
+from proxy.audit.auditor import AuditProgress, SampleSource
 from proxy.audit.confidence import CONFIDENCE, clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
@@ -52,22 +52,6 @@ class Finding(BaseModel):
     why: str
     quarantined: bool
     found_at: UtcTime
-
-
-class AuditProgress(BaseModel):
-    """The progress of a running audit.
-
-    Attributes:
-        of: Number of calls to check.
-        unreachable: Calls at states that no path leads to.
-        failed: Calls that the machine could not run; they say nothing about their records.
-    """
-
-    of: int
-    checked: int
-    differing: int
-    unreachable: int
-    failed: int
 
 
 class AuditView(BaseModel):
@@ -137,7 +121,7 @@ async def verify(
     audit = audit or AuditRequest()
     tree, top = (task.tree, task.tree.root) if audit.node is None else position_of(control, task, audit.node)
     before = math.inf if audit.before is None else audit.before.timestamp()
-    return _progress(control.audit.begin(task.name, tree, top, audit.sample, audit.seed, before))
+    return control.audit.begin(task.name, tree, top, audit.sample, audit.seed, before)
 
 
 @router.delete("/tasks/{task}/verify", status_code=204, response_class=Response, name="stop_audit")
@@ -147,7 +131,6 @@ async def stop(control: ControlDep, tree: TreeDep) -> None:
 
 
 def _view(control: ControlPlane, task: Task, tree: Tree) -> AuditView:
-    running = control.audit.running(tree)
     return AuditView(
         task=task.name,
         root=node_name(tree.root),
@@ -166,9 +149,5 @@ def _view(control: ControlPlane, task: Task, tree: Tree) -> AuditView:
         ],
         masks=control.audit.masks(task.name),
         quarantine=control.audit.quarantine,
-        running=None if running is None else _progress(running),
+        running=control.audit.running(tree),
     )
-
-
-def _progress(tally: Tally) -> AuditProgress:
-    return AuditProgress(**{name: getattr(tally, name) for name in AuditProgress.model_fields})

@@ -52,9 +52,7 @@ async def make_image(control: ControlDep, request: Request, position: PositionDe
 
 
 @router.get(
-    "/tasks/{task}/nodes/{node}/image",
-    response_class=StreamingResponse,
-    responses={200: {"content": {MEDIA_TYPE: {}}}},
+    "/tasks/{task}/nodes/{node}/image", response_class=StreamingResponse, responses={200: {"content": {MEDIA_TYPE: {}}}}
 )
 async def download_image(
     control: ControlDep,

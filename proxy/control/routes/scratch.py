@@ -162,9 +162,7 @@ async def terminal(
 async def _open(sandbox: Sandbox, driver: str, columns: int, rows: int) -> Terminal:
     if not isinstance(sandbox, TerminalSandbox):
         raise RefusalError(
-            409,
-            "no-terminal",
-            f"driver {driver!r} offers no terminals. Use POST …/exec for single calls.",
+            409, "no-terminal", f"driver {driver!r} offers no terminals. Use POST …/exec for single calls."
         )
     return await sandbox.open_terminal(columns, rows)
 

@@ -124,10 +124,7 @@ async def download_backup(control: ControlDep, *, snapshots: bool = False) -> St
         backup = draft.open("rb")
     finally:
         draft.unlink(missing_ok=True)
-    headers = {
-        "content-disposition": 'attachment; filename="forkpoint.backup"',
-        "x-accel-buffering": "no",
-    }
+    headers = {"content-disposition": 'attachment; filename="forkpoint.backup"', "x-accel-buffering": "no"}
     size = backup.seek(0, 2)
     backup.seek(0)
     if not snapshots:

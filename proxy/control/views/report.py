@@ -4,53 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from proxy.control.views.resources import CallTotalsView
-
-
-class ReportRow(CallTotalsView):
-    """The totals of one group of rollouts.
-
-    Attributes:
-        group: What the rollouts have in common: the value of the label, the task or the endpoint; null for rollouts
-            without the label.
-        replayed_s: Seconds that bringing sandboxes to the rollouts' states took. By endpoint, those of calls since the
-            store has them by endpoint; null if there was none.
-        restored_s: Seconds that getting sandboxes took; by endpoint as `replayed_s`.
-        waited_s: Seconds that executed calls waited for other calls; by endpoint as `replayed_s`.
-        p50_s: Median of the tools' seconds of all calls, had each been executed.
-        paid_p50_s: Median of the tools' seconds of all calls as they were: 0 for a hit.
-        reward: Mean of the label `reward`; null if no rollout has one.
-        executed_cost: Price of `executed_s`.
-        saved_cost: Price of `saved_s`.
-        executed_tokens: Tokens that models of video tools counted for misses and bypasses.
-        saved_tokens: Tokens that they would have counted again for hits and waits.
-        executed_cpu_s: CPU seconds of executed calls, as far as they are known; null if none is.
-        saved_cpu_s: CPU seconds that hits and waits saved, as far as they are known; null if none is.
-        peak_bytes: The most memory that one call used at one time; null if it is not known of any.
-        kept_bytes: By owner, the bytes that kept states of the owner's tasks have added to the disk; null for others.
-        disk_bytes: The most of these; null for no limit.
-    """
-
-    group: str | None
-    rollouts: int = 0
-    replayed_s: float | None = None
-    restored_s: float | None = None
-    waited_s: float | None = None
-    p50_s: float = 0.0
-    p95_s: float = 0.0
-    paid_p50_s: float = 0.0
-    paid_p95_s: float = 0.0
-    reward: float | None = None
-    rewarded: int = 0
-    executed_cost: float = 0.0
-    saved_cost: float = 0.0
-    executed_tokens: int = 0
-    saved_tokens: int = 0
-    executed_cpu_s: float | None = None
-    saved_cpu_s: float | None = None
-    peak_bytes: int | None = None
-    kept_bytes: int | None = None
-    disk_bytes: int | None = None
+from forkpoint.results import ReportRow
 
 
 class SlowCall(BaseModel):

@@ -24,7 +24,6 @@ from sandboxes.guest import programs
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.files import delta, link_groups, row_table
 from sandboxes.guest.files.disk_watch import DiskWatch, free_bytes
-from sandboxes.guest.files.scan import USER_MARKS
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.guest.files.tracker import Digests, FileTracker
 from sandboxes.ipc.messages import FileDelta
@@ -140,7 +139,7 @@ class Changes(WrittenFiles):
 
     def __init__(self, roots: delta.DeltaRoots, order: StartSandbox, rows: StateRows) -> None:
         links = {"linked_below": order.linked_below, "linked_root": order.linked_root}
-        tracker = FileTracker(USER_MARKS, order.born_ns, rows, **links)
+        tracker = FileTracker(order.born_ns, rows, **links)
         super().__init__(roots, tracker, order.disk_bytes, order.reserve_bytes)
         self.below_bytes = order.below_bytes
         self._keeps_links, self._regular_below = order.keeps_links, order.regular_below

@@ -26,13 +26,13 @@ _File = tuple[int, int]
 """The device and the inode of a file of the lower layers."""
 
 
-def copy_up_names(roots: DeltaRoots, top: int, changed: Iterable[str], known: Mapping[str, bytes], marks: str) -> bool:
+def copy_up_names(roots: DeltaRoots, top: int, changed: Iterable[str], known: Mapping[str, bytes]) -> bool:
     """Copy up the other names of lower files of which one name was written or removed; return whether any was."""
     # `top` is the sandbox's root as its processes see it, and `known` has all paths of the upper directory.
     wanted: dict[_File, int] = {}
     around = set[str]()
     for path in changed:
-        for status in _hidden(roots, path, marks):
+        for status in _hidden(roots, path):
             wanted[status.st_dev, status.st_ino] = status.st_nlink
             around.update(accumulate(path.split("/"), "{}/{}".format))
     copied = False
@@ -52,7 +52,7 @@ def only_regular(folder: int) -> bool:
     return True
 
 
-def _hidden(roots: DeltaRoots, path: str, marks: str) -> Iterator[os.stat_result]:
+def _hidden(roots: DeltaRoots, path: str) -> Iterator[os.stat_result]:
     """Yield the lower files with several names of which a path of the upper directory hides one."""
     folder, _, name = path.rpartition("/")
     within = trees.open_below(roots.lower, folder)
@@ -63,18 +63,18 @@ def _hidden(roots: DeltaRoots, path: str, marks: str) -> Iterator[os.stat_result
         if not stat.S_ISDIR(status.st_mode):
             if status.st_nlink > 1:
                 yield status
-        elif name and _hides(roots.upper, path, marks) and (below := trees.open_below(within, name)) is not None:
+        elif name and _hides(roots.upper, path) and (below := trees.open_below(within, name)) is not None:
             with Opened(below):
                 yield from (entry.stat for entry in _files(below) if entry.stat.st_nlink > 1)
 
 
-def _hides(upper: int, path: str, marks: str) -> bool:
+def _hides(upper: int, path: str) -> bool:
     """Return whether nothing of a lower directory shows through what the upper directory has at its path."""
     folder = trees.open_below(upper, path)
     if folder is None:
         return True
     with Opened(folder):
-        return is_opaque(folder, marks)
+        return is_opaque(folder)
 
 
 class _Name(NamedTuple):

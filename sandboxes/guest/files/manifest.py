@@ -51,11 +51,11 @@ def of_items(items: Iterable[Item]) -> Manifest:
     return Manifest(stats.digest(), contents.digest())
 
 
-def of_tree(top: int, marks: str, *, contents: bool, known: Mapping[str, bytes] = MappingProxyType({})) -> Manifest:
+def of_tree(top: int, *, contents: bool, known: Mapping[str, bytes] = MappingProxyType({})) -> Manifest:
     """Return the manifest of a directory on disk; files with `known` hashes by path are not read."""
     items = []
     for folder in trees.folders(top):
-        if folder.path and contents and is_opaque(folder.fd, marks):
+        if folder.path and contents and is_opaque(folder.fd):
             # Beside the directory's own entry, so that a directory with the mark has another manifest.
             items.append(Item(folder.path.rstrip("/"), 0, 0, 0, OPAQUE))
         for entry in folder.entries:

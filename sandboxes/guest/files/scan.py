@@ -29,10 +29,7 @@ from sandboxes.guest.files.row_table import CLOCKED, FIXED, GONE, Row
 from sandboxes.guest.files.state_rows import StateRows
 from sandboxes.linux import trees
 from sandboxes.linux.descriptors import Opened
-from sandboxes.linux.file_copy import is_opaque, is_whiteout
-
-USER_MARKS, TRUSTED_MARKS = "user.overlay.", "trusted.overlay."
-"""Prefixes of overlayfs' own attributes: of mounts with `userxattr`, as of local sandboxes, and of Docker's mounts."""
+from sandboxes.linux.file_copy import MARKS, is_opaque, is_whiteout
 
 _FINE_TIMES = tuple(int(number) for number in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 13)
 # Before Linux 6.13, a change within the same tick of the clock as the last one may leave no trace in ctime.
@@ -51,14 +48,14 @@ class _Entry(NamedTuple):
 class UpperScan:
     """The rows of one upper directory."""
 
-    def __init__(self, marks: str, born_ns: int) -> None:
+    def __init__(self, born_ns: int) -> None:
         """Start with an empty upper directory. Times before the root state was made are not those of calls."""
         # The `stat` of each entry, by path; the empty path is the directory itself.
         self.signatures: dict[str, bytes] = {}
         self.touched: set[str] = set()  # The paths whose rows the last update may have changed.
         # The bytes on disk of the entries, each counted with `ENTRY_BYTES` at least, at the last update.
         self.size_bytes = 0
-        self._marks, self._born_ns = marks, born_ns
+        self._born_ns = born_ns
         self._entries: dict[str, _Entry] = {}
         self._implied: dict[str, dict[str, Row | None]] = {}
         self._shared: dict[str, str] = {}
@@ -108,7 +105,7 @@ class UpperScan:
         if now == before:
             return False
         changed = _changed(now, before)
-        if top is not None and link_groups.copy_up_names(roots, top, changed, now, self._marks):
+        if top is not None and link_groups.copy_up_names(roots, top, changed, now):
             now, self.size_bytes = _signatures(roots.upper)
             changed = _changed(now, before)
         shared = _shared(now)
@@ -141,7 +138,7 @@ class UpperScan:
             # A running process may have removed the directory since it was listed.
             if upper is None:
                 return
-            hidden = OPAQUE if path and is_opaque(upper, self._marks) else b""
+            hidden = OPAQUE if path and is_opaque(upper) else b""
             if path not in fresh:
                 # Without a directory below, everything in it is new.
                 alone = lower is None or bool(hidden)
@@ -180,13 +177,13 @@ class UpperScan:
         if upper is None:
             return False
         with Opened(upper):
-            return is_opaque(upper, self._marks)
+            return is_opaque(upper)
 
     def _folder_row(self, path: str, upper: int, root: int | None) -> Row | None:
         status, before = os.fstat(upper), None if root is None else os.fstat(root)
         # An ordinary user's sandbox cannot give its top directory the owner that the base's has.
         owned = bool(path) or before is None or before.st_uid == 0
-        now = facts.of_folder(status, upper, self._marks, owned=owned)
+        now = facts.of_folder(status, upper, MARKS, owned=owned)
         timeless = _is_timeless(status)
         if root is not None and before is not None and now == facts.of_folder(before, root, "", owned=owned):
             if timeless or status.st_mtime_ns == before.st_mtime_ns:
@@ -206,7 +203,7 @@ class UpperScan:
         if is_whiteout(status):
             self._entries[path] = _Entry(None if before is None else Row(GONE), b"")
             return
-        now = facts.of_entry(name, status, upper, self._marks, self._shared.get(path, ""))
+        now = facts.of_entry(name, status, upper, MARKS, self._shared.get(path, ""))
         row: Row | None = self._dated(now.what, status)
         # Size and time first: content of the root state is read only for files that could be equal.
         if (

@@ -40,11 +40,6 @@ def packed(total: int) -> bytes:
     return total.to_bytes(SUM_BYTES, "little")
 
 
-def unpacked(data: bytes) -> int:
-    """Return the sum that `packed` gave."""
-    return int.from_bytes(data, "little")
-
-
 def group(paths: Iterable[bytes]) -> Group:
     """Return the group of paths; empty for none."""
     digest = hashlib.sha256()

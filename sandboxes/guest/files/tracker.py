@@ -23,10 +23,10 @@ _CLOCK_REALTIME_COARSE = 5
 class FileTracker:
     """What the files of one sandbox differ in from its root state."""
 
-    def __init__(self, marks: str, born_ns: int, rows: StateRows, *, linked_below: bool, linked_root: bool) -> None:
+    def __init__(self, born_ns: int, rows: StateRows, *, linked_below: bool, linked_root: bool) -> None:
         """Start over an empty upper directory, with the rows of the state below; see `UpperScan`."""
         # `linked_root`: whether the root state has hard links. Then all states of the task have an index.
-        self._marks, self._born_ns = marks, born_ns
+        self._born_ns = born_ns
         # `base`: the rows of the state below the upper directory.
         # `now`: the rows of the present state.
         self.base = self.now = rows
@@ -41,7 +41,7 @@ class FileTracker:
         self._begin()
 
     def _begin(self) -> None:
-        self.scan = UpperScan(self._marks, self._born_ns)
+        self.scan = UpperScan(self._born_ns)
         self._looked_ns = _coarse_ns()
 
     def look(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from proxy.audit.auditor import Tally
+from proxy.audit.auditor import AuditProgress
 from proxy.audit.confidence import clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.audit.sampling import reaches_outside
@@ -77,7 +77,7 @@ def begin(running: Engine, task: Task, name: str) -> Rollout:
     return running.tasks.rollouts.begin(task, name, task.tree, task.tree.root)
 
 
-async def verified(running: Engine, task: Task, sample: int | None, seed: int = 0) -> Tally:
+async def verified(running: Engine, task: Task, sample: int | None, seed: int = 0) -> AuditProgress:
     tally = running.audit.begin(task.name, task.tree, task.tree.root, sample, seed)
     while running.audit.running(task.tree) is not None:
         await asyncio.wait([running.audit._running[task.tree.id][0]])

@@ -28,12 +28,28 @@ def written() -> str:
         wait = {"for": f"{rule.for_s // 60}m"} if rule.for_s else {}
         notes = {"summary": summary, "what_to_do": rule.what_to_do}
         labels = {"severity": rule.severity}
-        rules.append({"alert": rule.name, "expr": rule.expr, **wait, "labels": labels, "annotations": notes})
+        rules.append({"alert": rule.name, "expr": condition(rule), **wait, "labels": labels, "annotations": notes})
     body = yaml.safe_dump({"groups": [{"name": "forkpoint", "rules": rules}]}, sort_keys=False, width=1000)
     head = (
         "# Prometheus alert rules for Forkpoint: `rule_files: [alerts.yml]`. Written from proxy/telemetry/alerts.py.\n"
     )
     return head + body
+
+
+def condition(rule: AlertRule) -> str:
+    """Return the condition of a rule in PromQL."""
+
+    def side(series: MetricSeries) -> str:
+        text = "|".join(series.values)
+        chosen = f'{{{series.label}{"=~" if len(series.values) > 1 else "="}"{text}"}}' if series.label else ""
+        named = series.metric + chosen + (f"[{series.window_s // 60}m]" if series.window_s else "")
+        groups = f"by (instance{f', {rule.by}' if rule.by else ''})"
+        if not series.window_s:
+            return f"max {groups} ({named})"
+        return f"sum {groups} ({'rate' if rule.each_s else 'increase'}({named}))"
+
+    right = f"{rule.above:g}" + ("" if rule.beside is None else f" * {side(rule.beside)}")
+    return f"{side(rule.series)} > {right}"
 
 
 def test_prometheus_has_the_rules_of_the_page() -> None:

@@ -155,7 +155,7 @@ def test_images_that_nothing_uses_are_removed(data_dir: Path, tmp_path: Path) ->
             await driver.collect([])
         assert (folder / "images" / image).is_dir()
         await sandbox.close()
-        for root in driver.roots.all():
+        for root in driver.roots.used():
             assert root.images or not root.layers
         shutil.rmtree(folder / "roots")
         (folder / "roots").mkdir()

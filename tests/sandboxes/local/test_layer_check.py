@@ -126,7 +126,7 @@ def test_a_damaged_root_state_is_built_again(data_dir: Path) -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert (await run(await driver.start(spec), "cat seed")).out == "seed\n"
             assert isinstance(driver, LocalDriver)
-            layers = [layer for root in driver.roots.all() for layer in root.layers]
+            layers = [layer for root in driver.roots.used() for layer in root.layers]
             # The other root states are those of spare sandboxes.
             layer = next(layer for layer in layers if (data_dir / "layers" / layer / "diff/root/seed").exists())
         if damaged:

@@ -16,7 +16,6 @@ from sandboxes.host import layer_tar
 from sandboxes.linux.file_copy import copy_entry
 from sandboxes.local.layer_merge import has_entry
 from sandboxes.local.layers import LayerMeta, Layers, ReadyUppers, Upper, copy_upper
-from sandboxes.local.portable_layers import FORM
 from sandboxes.task_owner import TaskOwner
 from tests.machine import assert_spread
 
@@ -195,7 +194,7 @@ def test_export_of_large_holes_is_refused(layers: Layers) -> None:
         sparse(upper.path / f"diff/{number}", 500 << 20)
     layer = frozen(layers, upper)
     with pytest.raises(NotFreezableError, match="holes"):
-        for _ in layer_tar.pack(layers.frozen / layer, layers.tables.of(layer), FORM):
+        for _ in layer_tar.pack(layers.frozen / layer, layers.tables.of(layer)):
             pass
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sandboxes.inspection import FrozenPath
+from sandboxes.linux.file_copy import OPAQUE
 from sandboxes.local import lower_view
-from sandboxes.local.layer_merge import OPAQUE
 from sandboxes.local.lower_view import lines_of, open_path
 
 

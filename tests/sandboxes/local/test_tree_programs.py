@@ -153,12 +153,12 @@ def test_digests_are_equal_exactly_for_equal_trees(
     async def go() -> None:
         async with opened(LocalDriver(data_dir)) as driver:
             assert isinstance(driver, LocalDriver)
-            born_ns = time.time_ns() if not driver.roots.all() else driver.roots.all()[0].born_ns
+            born_ns = time.time_ns() if not driver.roots.used() else driver.roots.used()[0].born_ns
             seen: list[tuple[StateDigest, tuple[Any, Any]]] = []
             for calls in (program, ["\n".join(program)], other, [*other, *program]):
                 sandbox = await ran(driver, calls)
                 if not seen:
-                    born_ns = driver.roots.all()[0].born_ns
+                    born_ns = driver.roots.used()[0].born_ns
                 seen.append((await state_of(sandbox), await walked(sandbox, born_ns)))
                 await check_copies(driver, sandbox, born_ns)
                 await sandbox.close()
