@@ -20,12 +20,14 @@ from proxy.cluster import messages
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
+from proxy.cluster.lines import Kept
 from proxy.cluster.link.passing import Passing, PeerLostError
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
 from proxy.engine import Engine
+from proxy.storage.copies import TaskCopy, TreeCopy
 from proxy.tree.tree import Node
 from sandboxes.ipc.codec import encode, with_members
 from sandboxes.ipc.frames import MalformedFrameError
@@ -222,10 +224,10 @@ class Member:
         self._engine.journal.fold()
         self._engine.store.copies.replace(name, reading.copies())
         owned = Owned(name, view, reading.steps, self.database.append, self._drop)
-        owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
-        owned.kept, owned.rows = reading.kept, reading.rows
+        owned.trees = {number: copy.exact for number, copy in reading.of(TreeCopy).items()}
+        owned.kept, owned.rows = reading.of(Kept), reading.rows
         self.gate.owned[name] = owned
-        if reading.task is not None:
+        if reading.of(TaskCopy):
             # Rollouts come into memory at the positions of the store.
             await self._open(owned)
             log.info("took over a task", task=name, view=view, records=len(reading.records))
