@@ -40,11 +40,10 @@ class SharedStates:
         engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
 
     def open(self) -> None:
-        """Begin to send, and remove what a kill left of states that arrived."""
+        """Remove what a kill left of states that arrived."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.iterdir():
             file.unlink()
-        self._sender.start()
 
     async def aclose(self) -> None:
         """Send and fetch nothing more."""
