@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.passing import VIEW, Passed, PeerLostError, in_chunks
+from proxy.cluster.link.passing import VIEW, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
@@ -87,8 +87,7 @@ class Forwarder:
         relay: "Relay",
     ) -> bool:
         """Let the owner of a task answer a request; return whether it did."""
-        oldest, scheme = task.oldest or call.number, scope.get("scheme", "http")
-        passed = Passed(owner.view, call.number, oldest, call.is_again, scheme, task.name)
+        passed = task.passed(call, owner.view, scope.get("scheme", "http"))
 
         async def watch() -> None:
             """Give up a stream whose agent has left. Calls go on."""
@@ -111,8 +110,6 @@ class Forwarder:
             passing.cancel()
             watching.cancel()
             await asyncio.gather(passing, watching, return_exceptions=True)
-            if relay.begun.is_set() and (passing.cancelled() or passing.exception() is not None):
-                await relay.cut()
         if passing.cancelled():
             return True
         error = passing.exception()
@@ -163,10 +160,7 @@ class Relay:
             self._parts.append(chunk)
 
     async def end(self) -> None:
-        """Note that the response is whole."""
+        """Note that the response is whole. Without it, the server cuts the agent's connection off."""
         if not self.begun.is_set():
             await self._send(self._start)
         await self._send({"type": "http.response.body", "body": b"".join(self._parts)})
-
-    async def cut(self) -> None:
-        """Note that a stream has no end. Without it, the server cuts the agent's connection off."""

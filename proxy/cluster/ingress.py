@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from proxy.cluster.link.passing import Passed
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import Receive
 from proxy.refusals import RefusalError
@@ -70,6 +71,10 @@ class TaskIngress:
     def oldest(self) -> int:
         """Number of the oldest call that may be made again; 0 for none."""
         return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())), default=0)
+
+    def passed(self, call: WaitingCall, view: int, scheme: str = "http") -> Passed:
+        """Return what the owner in a view has to know of a call."""
+        return Passed(view, call.number, self.oldest or call.number, call.is_again, scheme, self.name)
 
 
 class Ingress:

@@ -21,6 +21,7 @@ from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.lines import Kept
+from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import Passing, PeerLostError
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
@@ -68,6 +69,11 @@ class Member:
     def number(self) -> int:
         """Number of this member."""
         return self.gate.number
+
+    @property
+    def hello(self) -> Hello:
+        """This start of the member, as an ingress of its own calls."""
+        return Hello(self.number, self.database.membership.boot, b"")
 
     @property
     def load(self) -> messages.LoadAnswer:
@@ -169,7 +175,10 @@ class Member:
         return False
 
     async def confirm(self, ingress: int, boot: int, number: int) -> bool:
-        """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
+        """Return whether an agent waits for a call at its ingress; False if that cannot be found out."""
+        if ingress == self.number:
+            call = self.ingress.call(number) if boot == self.hello.boot else None
+            return call is not None and await call.waits()
         answer = await self.ask(ingress, messages.ConfirmQuestion(boot, number))
         return isinstance(answer, messages.ConfirmAnswer) and answer.waits
 
@@ -320,8 +329,7 @@ class Member:
             case messages.LoadQuestion():
                 return encode(self.load)
             case messages.ConfirmQuestion(boot=boot, number=number):
-                call = self.ingress.call(number) if boot == self.database.membership.boot else None
-                return encode(messages.ConfirmAnswer(call is not None and await call.waits()))
+                return encode(messages.ConfirmAnswer(await self.confirm(self.number, boot, number)))
             case other:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 

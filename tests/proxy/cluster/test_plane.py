@@ -218,10 +218,10 @@ def test_an_upload_is_read_once() -> None:
 
         upload = PassedUpload(receive)
         # Nothing was read, so the next owner may have it.
-        upload.pieces()
-        body = b"".join([piece async for piece in upload.pieces()])
+        upload.sent()
+        body = b"".join([piece async for piece in upload.sent()])
         with pytest.raises(RefusalError) as refused:
-            upload.pieces()
+            upload.sent()
         assert refused.value.status == 503
         return body
 
