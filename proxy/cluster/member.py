@@ -75,12 +75,6 @@ class Member:
         """This start of the member, as an ingress of its own calls."""
         return Hello(self.number, self.database.membership.boot, b"")
 
-    @property
-    def load(self) -> messages.LoadAnswer:
-        """Its load. O(tasks)."""
-        tasks = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
-        return messages.LoadAnswer(self.is_leaving, tasks)
-
     def start(self) -> None:
         """Begin to extend the lease."""
         self._lease_until = _now() + LEASE_S
@@ -176,24 +170,14 @@ class Member:
 
     async def confirm(self, ingress: int, boot: int, number: int) -> bool:
         """Return whether an agent waits for a call at its ingress; False if that cannot be found out."""
-        if ingress == self.number:
-            call = self.ingress.call(number) if boot == self.hello.boot else None
-            return call is not None and await call.waits()
         answer = await self.ask(ingress, messages.ConfirmQuestion(boot, number))
         return isinstance(answer, messages.ConfirmAnswer) and answer.waits
 
-    async def drain(self) -> messages.DrainAnswer:
+    async def _drain(self) -> messages.DrainAnswer:
         """Hand over all tasks, and take none over until the next start; see `hand_over`."""
         self.is_leaving = True
         answer = await self.hand_over(tuple(self.gate.owned.values()), self.give)
         return with_members(answer, kept=len(self.gate.owned))
-
-    async def hand_to(self, name: str, target: int) -> messages.DrainAnswer:
-        """Hand one task over to a member, by its number; see `hand_over`. A task of another owner is not."""
-        owned = self.gate.owned.get(name)
-        # A member that leaves hands all of its tasks over already.
-        tasks = () if owned is None or self.is_leaving else (owned,)
-        return await self.hand_over(tasks, partial(self.give, target=target))
 
     async def hand_over(
         self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]"
@@ -301,7 +285,9 @@ class Member:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     async def ask(self, number: int, question: messages.Message) -> messages.Message | None:
-        """Ask a member by its number; None if it cannot be reached."""
+        """Ask a member by its number, this one too; None if it cannot be reached."""
+        if number == self.number:
+            return await self._reply(question)
         known = self._peers.pop(number, None)
         for peer in (known, None) if known is not None else (None,):
             try:
@@ -319,17 +305,25 @@ class Member:
 
     async def answer(self, content: bytes) -> bytes:
         """Answer a question of a peer. Raises MalformedFrameError: it is none."""
-        match messages.unpack(content):
+        return encode(await self._reply(messages.unpack(content)))
+
+    async def _reply(self, question: messages.Message) -> messages.Message:
+        match question:
             case messages.TakeQuestion(task=task, view=view):
-                return encode(messages.ElsewhereAnswer(await self._take_over(task, view)))
+                return messages.ElsewhereAnswer(await self._take_over(task, view))
             case messages.DrainQuestion():
-                return encode(await self.drain())
+                return await self._drain()
             case messages.HandQuestion(task=task, target=target):
-                return encode(await self.hand_to(task, target))
+                owned = self.gate.owned.get(task)
+                # A member that leaves hands all of its tasks over already. A task of another owner is not handed over.
+                tasks = () if owned is None or self.is_leaving else (owned,)
+                return await self.hand_over(tasks, partial(self.give, target=target))
             case messages.LoadQuestion():
-                return encode(self.load)
+                loads = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
+                return messages.LoadAnswer(self.is_leaving, loads)
             case messages.ConfirmQuestion(boot=boot, number=number):
-                return encode(messages.ConfirmAnswer(await self.confirm(self.number, boot, number)))
+                call = self.ingress.call(number) if boot == self.hello.boot else None
+                return messages.ConfirmAnswer(call is not None and await call.waits())
             case other:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 
