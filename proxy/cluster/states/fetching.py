@@ -51,18 +51,17 @@ class UnreachableStateError(SandboxError):
 class Fetcher:
     """Fetches the states of the tasks that this member owns."""
 
-    def __init__(self, objects: ObjectStore, engine: Engine, states_of: StatesOf, folder: Path) -> None:
+    def __init__(
+        self, objects: ObjectStore, engine: Engine, states_of: StatesOf, folder: Path, tasks: TaskOwner
+    ) -> None:
         self._objects, self._engine, self._states_of, self._folder = objects, engine, states_of, folder
         self._imports: dict[int, StateImport] = {}
         self._fetches: dict[int, asyncio.Task[str]] = {}
         self._bytes_per_s = FIRST_BYTES_PER_S
-        self._avoid_until = 0.0
-        self._tasks = TaskOwner()
+        self._avoid_until, self._tasks = 0.0, tasks
 
-    async def aclose(self) -> None:
-        """End all fetches."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+    def close(self) -> None:
+        """End all imports. No fetch may be running."""
         for tree in tuple(self._imports):
             self._imports.pop(tree).close()
 

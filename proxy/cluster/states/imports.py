@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
-from uuid import uuid4
 
 from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, ManifestError, StateManifest, require_intact
 from proxy.cluster.states.objects import MissingObjectError, ObjectSizeError, ObjectStore
@@ -85,9 +85,7 @@ class StateImport:
             raise
 
     async def _fetch_unit(self, unit: UnitRef, chunks: Sequence[ChunkRef]) -> None:
-        path = self._folder / uuid4().hex
-        with path.open("w+b") as file:
-            path.unlink()
+        with TemporaryFile(dir=self._folder) as file:
             for start in range(0, len(chunks), GETS):
                 group = chunks[start : start + GETS]
                 for data in await asyncio.gather(*map(self._chunk, group)):

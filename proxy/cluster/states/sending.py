@@ -23,8 +23,8 @@ import structlog
 
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.lines import Kept
-from proxy.cluster.owned import DroppedError
-from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, StateManifest, encode, name_of
+from proxy.cluster.owned import DroppedError, Owned
+from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, StateManifest, name_of
 from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.cluster.states.task_states import StatesOf, StoredUnit, TaskStates
 from proxy.cluster.states.worth import WORTH_S, replay_s
@@ -112,19 +112,13 @@ class Sender:
     """Sends the states of the tasks that this member owns."""
 
     def __init__(
-        self, objects: ObjectStore, engine: Engine, gate: ClusterGate, states_of: StatesOf, *, bytes_per_s: int
+        self, objects: ObjectStore, engine: Engine, gate: ClusterGate, states_of: StatesOf, tasks: TaskOwner
     ) -> None:
         self._objects, self._engine, self._gate, self._states_of = objects, engine, gate, states_of
-        self._pace, self._slots = Pace(bytes_per_s), asyncio.Semaphore(SENDERS)
+        self._pace, self._slots = Pace(engine.settings.store_bytes_per_s), asyncio.Semaphore(SENDERS)
         # By tree and node; the one that has waited longest is the first.
         self._waiting: dict[tuple[int, int], _Waiting] = {}
-        self._resume_at, self._pause_s = 0.0, 1.0
-        self._tasks = TaskOwner()
-
-    async def aclose(self) -> None:
-        """Send nothing more."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        self._resume_at, self._pause_s, self._tasks = 0.0, 1.0, tasks
 
     def add(self, tree: Tree, node: Node) -> None:
         """Note that a node has a snapshot, or that a rollout has come to it."""
@@ -144,19 +138,19 @@ class Sender:
         if self._waiting.get(waiting.key) is waiting:
             del self._waiting[waiting.key]
 
-    async def flush(self, task: str, *, within_s: float) -> None:
-        """Send what waits of a task now, and return when that is done or the time is over."""
+    async def flush(self, owned: Owned, within_s: float) -> None:
+        """Send what waits of a task that is about to be handed over, and return when that is done or time is over."""
         try:
             async with asyncio.timeout(within_s):
-                while jobs := [each.job for each in self._waiting.values() if self._hurries(each, task)]:
+                while jobs := [each.job for each in self._waiting.values() if self._hurries(each, owned)]:
                     await asyncio.wait([job for job in jobs if job is not None])
         except TimeoutError:
-            log.warning("not all kept states were sent in time: the next owner replays", task=task)
+            log.warning("not all kept states were sent in time: the next owner replays", task=owned.task)
 
-    def _hurries(self, waiting: _Waiting, task: str) -> bool:
+    def _hurries(self, waiting: _Waiting, owned: Owned) -> bool:
         """Let a state of a task wait no longer; return False for one of another task."""
         states = self._states_of(waiting.tree.id)
-        if states is None or states.owned.task != task:
+        if states is None or states.owned is not owned:
             return False
         waiting.hurry.set()
         return True
@@ -229,7 +223,7 @@ class Sender:
         units, chunks = [unit for unit, _ in stored], tuple(chunks for _, chunks in stored)
         state = state_line(frozen, units, node=node.id, cost_s=snapshot.cost_s)
         manifest = StateManifest(state=state, chunks=chunks)
-        data = encode(manifest)
+        data = manifest.packed()
         line = Kept(node.id, name_of(view, data), manifest.size_bytes)
         await self._put_object(states, line.name, data)
         await self._gate.write_kept(states.owned, tree, line)
