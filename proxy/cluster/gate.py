@@ -7,7 +7,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from proxy.cluster.edits import ClusterEdits, note, tree_lines
-from proxy.cluster.lines import Deleted, Kept
+from proxy.cluster.lines import Deleted
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.execution.gate import KeptElsewhere
@@ -167,17 +167,10 @@ class ClusterGate:
             owned.fail("a record could not be written to the log")
             raise
 
-    # -- kept states -------------------------------------------------------------------------------------------------
-
     def owned_tree(self, tree: int) -> Owned | None:
         """Return the task of a tree if this member owns it."""
         task = self._tasks_of.get(tree) or self._tasks_of.setdefault(tree, self._trees.task_of(tree))
         return self.owned.get(task)
-
-    async def write_kept(self, owned: Owned, tree: Tree, line: Kept) -> None:
-        """Write to the log that the store has a state, behind the digest of the tree's root state."""
-        await owned.write([*tree_lines(self._copies, owned, tree), line])
-        owned.kept[line.node] = line
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.responses import send_response
+from proxy.http.uploads import ClientDisconnectedError, uploading
 from proxy.refusals import RefusalError
 
 _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
@@ -86,26 +87,19 @@ class ClusterPlane(DataPlane):
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
-                body = await self._body(receive)
-                if body is not None:
-                    await self._answer(task, scope, HeldBody(body, receive), receive, send)
+                await self._answer(task, scope, HeldBody(await self._body(receive), receive), receive, send)
+        except ClientDisconnectedError:
+            # Its call has not begun.
+            pass
         except (RefusalError, DatabaseError) as error:
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse_request(scope, receive, send, refusal)
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body of a request; None if its client has hung up. Raises RefusalError: 413, it is too large."""
-        parts, size = list[bytes](), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.engine.settings.max_body_bytes:
-                raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
-            if not message.get("more_body"):
-                return b"".join(parts)
+    async def _body(self, receive: Receive) -> bytes:
+        """Return the body of a request. Raises ClientDisconnectedError, RefusalError (413)."""
+        settings = self.engine.settings
+        with uploading(settings.data, max_bytes=settings.max_body_bytes, spools=False) as upload:
+            return await upload.receive(receive, await receive())
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
@@ -133,7 +127,7 @@ class ClusterPlane(DataPlane):
             # The server waits for its connections.
             send = _closing(send)
         if passed is None and scope["path"] == ASK:
-            answer = await self._member.answer(await self._body(receive) or b"")
+            answer = await self._member.answer(await self._body(receive))
             await send_response(send, 200, [], answer)
             return
         if passed is None:

@@ -181,13 +181,11 @@ class Fetcher:
             states.owned.write([Unkept(line.node)])
 
     def _note_speed(self, size_bytes: int, seconds: float) -> None:
+        self._engine.counts.states.bytes_fetched += size_bytes
         # Small states say nothing of the bytes a second.
         if size_bytes > 1 << 20:
             measured = size_bytes / max(seconds - REQUEST_S, 1e-3)
             self._bytes_per_s += 0.3 * (measured - self._bytes_per_s)
-            self._engine.counts.states.bytes_fetched += size_bytes
-        else:
-            self._engine.counts.states.bytes_fetched += max(0, size_bytes)
 
 
 async def read_manifest(objects: ObjectStore, states: TaskStates, line: Kept) -> StateManifest:

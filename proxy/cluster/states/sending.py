@@ -21,7 +21,7 @@ from typing import Any
 
 import structlog
 
-from proxy.cluster.gate import ClusterGate
+from proxy.cluster.edits import tree_lines
 from proxy.cluster.lines import Kept
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, StateManifest, name_of
@@ -111,10 +111,8 @@ class _Chunks:
 class Sender:
     """Sends the states of the tasks that this member owns."""
 
-    def __init__(
-        self, objects: ObjectStore, engine: Engine, gate: ClusterGate, states_of: StatesOf, tasks: TaskOwner
-    ) -> None:
-        self._objects, self._engine, self._gate, self._states_of = objects, engine, gate, states_of
+    def __init__(self, objects: ObjectStore, engine: Engine, states_of: StatesOf, tasks: TaskOwner) -> None:
+        self._objects, self._engine, self._states_of = objects, engine, states_of
         self._pace, self._slots = Pace(engine.settings.store_bytes_per_s), asyncio.Semaphore(SENDERS)
         # By tree and node; the one that has waited longest is the first.
         self._waiting: dict[tuple[int, int], _Waiting] = {}
@@ -226,7 +224,9 @@ class Sender:
         data = manifest.packed()
         line = Kept(node.id, name_of(view, data), manifest.size_bytes)
         await self._put_object(states, line.name, data)
-        await self._gate.write_kept(states.owned, tree, line)
+        # Behind the digest of the tree's root state.
+        await states.owned.write([*tree_lines(self._engine.store.copies, states.owned, tree), line])
+        states.kept[line.node] = line
         states.note_manifest(line, manifest)
         self._engine.counts.states.sent += 1
 

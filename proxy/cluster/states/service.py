@@ -32,7 +32,7 @@ class SharedStates:
         self._gate, self._engine = gate, engine
         self._folder = engine.settings.data / "cluster" / "incoming"
         self._known: dict[str, TaskStates] = {}
-        self._sender = Sender(objects, engine, gate, self.of, self._tasks)
+        self._sender = Sender(objects, engine, self.of, self._tasks)
         self._fetcher = Fetcher(objects, engine, self.of, self._folder, self._tasks)
         self._sweeper = Sweeper(objects, engine.snapshots)
         recordings = SharedRecordings(objects, engine, self.of, self._folder)

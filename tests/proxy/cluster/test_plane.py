@@ -190,7 +190,9 @@ def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.Mon
             return {"type": "http.request", "body": b"question"}
 
         owner = Owner(monkeypatch)
-        owner.plane.engine = cast("Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100), access=None))
+        owner.plane.engine = cast(
+            "Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100, data=None), access=None)
+        )
         owner.plane._addressing, owner.plane._member = cast("Any", None), cast("Any", Questions())
         monkeypatch.setattr(DataPlane, "__call__", ordinary)
         await owner.plane({"type": "http", "path": ASK, "headers": [], "state": state}, receive, send)
