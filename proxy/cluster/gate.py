@@ -45,13 +45,6 @@ ORIGIN: ContextVar[Origin | None] = ContextVar("forkpoint_cluster_origin", defau
 """The call that the current task works for. None: this member calls for itself."""
 
 
-class StaleCallError(RefusalError):
-    """No agent waits for this call any more: its ingress has sent younger ones since."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "stale-call", "younger calls have come since through the same member. Try again.")
-
-
 class ClusterGate:
     """Implements `proxy.execution.gate.Gate`. Only the event loop's thread may use it."""
 
@@ -91,7 +84,9 @@ class ClusterGate:
                 origin.steps += 1
                 return _record(rollout.tree, answered)
             if not origin.is_over and not origin.is_current():
-                raise StaleCallError
+                raise RefusalError(
+                    503, "stale-call", "younger calls have come since through the same member. Try again."
+                )
             if not owned.steps.must_confirm(rollout.id, origin.ingress, rollout.calls, confirmed):
                 return None
             confirmed = await _confirm(rollout, origin)

@@ -4,14 +4,13 @@ import asyncio
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from proxy.cluster.link.passing import Passed
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import Receive
 from proxy.refusals import RefusalError
-from sandboxes.task_owner import start
 
 LOOK_S = 0.01
 """How long to look whether an agent has hung up. If it sent its call elsewhere, the end of its connection has arrived
@@ -36,20 +35,10 @@ class WaitingCall:
         if self.receive is None:
             await asyncio.sleep(LOOK_S)
         elif not self.is_over:
-            hangup = start(_hung_up(self.receive))
-            await asyncio.wait({hangup}, timeout=LOOK_S)
-            if not hangup.done():
-                hangup.cancel()
-                await asyncio.gather(hangup, return_exceptions=True)
-            elif hangup.result():
-                self.is_over = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    self.is_over |= (await self.receive())["type"] == "http.disconnect"
         return not self.is_over
-
-
-async def _hung_up(receive: Receive) -> bool:
-    message = await receive()
-    is_disconnect: bool = message["type"] == "http.disconnect"
-    return is_disconnect
 
 
 @dataclass(slots=True, eq=False)

@@ -75,7 +75,8 @@ class Fetcher:
         # A state that turns out to be damaged is not kept any more, so the loop ends.
         while (better := candidate(node, plan, states.kept, costs)) is not None:
             line, only = states.kept[better.node.id], math.isinf(better.saved_s)
-            if not only and (self._expected_s(line) > better.saved_s or time.monotonic() < self._avoid_until):
+            expected_s = REQUEST_S + line.size_bytes / self._bytes_per_s
+            if not only and (expected_s > better.saved_s or time.monotonic() < self._avoid_until):
                 return False
             running = self._begin(states, tree, better.node, line, porter)
             # Not `wait_for`: the fetch goes on for the next call.
@@ -104,9 +105,6 @@ class Fetcher:
             running = self._fetches[line.node] = self._tasks.spawn("fetch a state", work, awaited=True)
             running.add_done_callback(lambda _: self._fetches.pop(line.node, None))
         return running
-
-    def _expected_s(self, line: Kept) -> float:
-        return REQUEST_S + line.size_bytes / self._bytes_per_s
 
     async def _fetch(self, states: TaskStates, tree: Tree, node: Node, line: Kept, porter: Porter) -> str:
         """Fetch a state and attach it to its node; return why that was not possible, or an empty text."""
