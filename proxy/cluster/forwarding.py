@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.passing import VIEW, PeerLostError, in_chunks
+from proxy.cluster.link.passing import ELSEWHERE, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
@@ -115,14 +115,12 @@ class Forwarder:
         error = passing.exception()
         if error is not None and not isinstance(error, PeerLostError):
             raise error
-        if error is None and relay.elsewhere is None:
+        if error is None and not relay.is_elsewhere:
             await relay.end()
             return True
         if relay.begun.is_set():
             return True
         log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
-        if relay.elsewhere:
-            self._member.adopt(task.name, relay.elsewhere)
         task.owner = None
         return False
 
@@ -132,8 +130,7 @@ class Relay:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The view that the peer knows, if it does not have the task; 0 if it knows none.
-        self.elsewhere: int | None = None
+        self.is_elsewhere = False  # Whether the peer does not have the task.
         self.begun = asyncio.Event()  # Whether the agent has got a part of a stream.
         self._start: AsgiMessage = {}
         self._parts: list[bytes] = []
@@ -141,8 +138,8 @@ class Relay:
     async def head(self, status: int, headers: Headers) -> None:
         """Take the head of the response."""
         named = dict(headers)
-        if VIEW in named:
-            self.elsewhere = int(named[VIEW])
+        if ELSEWHERE in named:
+            self.is_elsewhere = True
             return
         length = named.get("content-length")
         if length is None or int(length) > MAX_WHOLE_BYTES:

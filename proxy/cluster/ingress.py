@@ -46,7 +46,6 @@ class TaskIngress:
     """One task, as this ingress sees it."""
 
     name: str
-    view: int = 0  # The latest view that it has heard of; 0 for none.
     owner: Ownership | None = None  # The owner as the database had it last; None if it has to be looked up.
     waiting: dict[int, WaitingCall] = field(default_factory=dict)  # The calls that are not over, oldest first.
     # By rollout: the digest and the number of the last call whose agent was told to try again although it may have

@@ -130,7 +130,6 @@ class Member:
             # A row of this start that is not owned here was dropped, and must be taken over again.
             if owner is not None and owner.peer.alive and owner.peer.number != self.number:
                 self._peers[owner.peer.number] = owner.peer
-                self.adopt(name, owner.view)
                 task.owner = owner
                 return owner
             if self.is_leaving:
@@ -141,18 +140,11 @@ class Member:
             if claimed is not None:
                 return claimed
 
-    def adopt(self, name: str, view: int) -> bool:
-        """Note who owns a task, unless a newer view is known: then return False."""
-        task = self.ingress.task(name)
-        if view < task.view:
-            return False
-        task.view = view
-        if task.owner is not None and task.owner.view < view:
-            task.owner = None
+    def supersede(self, name: str, view: int) -> None:
+        """Own a task no more, and answer nothing of it, if it is owned in an earlier view than this one."""
         owned = self.gate.owned.get(name)
         if owned is not None and owned.view < view:
             self._drop(owned, "another member has taken it over")
-        return True
 
     async def give(self, name: str, view: int, target: int | None = None) -> bool:
         """Let `target`, or a member with few tasks, take a task over from a view (0: none); return whether one did."""
@@ -164,8 +156,8 @@ class Member:
         for number in numbers:
             answer = await self.ask(number, messages.TakeQuestion(name, view))
             if isinstance(answer, messages.ElsewhereAnswer) and answer.view > view:
-                # From here on nothing of it is answered here.
-                return self.adopt(name, answer.view)
+                self.supersede(name, answer.view)
+                return True
         return False
 
     async def confirm(self, ingress: int, boot: int, number: int) -> bool:
@@ -211,8 +203,8 @@ class Member:
         if not await self.database.append(name, view, None):
             return None
         # 2. No await from here until the store is written: no call may see the task half replaced.
-        if not self.adopt(name, view):
-            return None
+        self.supersede(name, view)
+        self.ingress.task(name).owner = None
         # 3. The steps in the journal are those of earlier views.
         self._engine.journal.fold()
         self._engine.store.copies.replace(name, reading.copies())

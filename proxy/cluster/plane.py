@@ -20,7 +20,7 @@ from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
-from proxy.cluster.link.passing import ASK, PEER, TUNNEL, VIEW, Passed, Tunnelled
+from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, TUNNEL, Passed, Tunnelled
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
@@ -135,14 +135,17 @@ class ClusterPlane(DataPlane):
             return
         if not is_socket:
             scope["scheme"] = passed.scheme
-        owned, view = self._owned(passed), 0
+        owned = self._owned(passed)
         if owned is None:
-            view = await self._view_of(passed.task, passed.view)
+            # A later view ends the one that is owned here. What was dropped here is owned here again.
+            self._member.supersede(passed.task, passed.view)
+            with suppress(DatabaseError):
+                await self._member.locate(passed.task, creates=False)
         else:
             origin = self._origin(owned, peer, passed, is_stream=is_socket)
             if await self._answer_here(owned, origin, scope, receive, send):
                 return
-        await _send_elsewhere(scope, receive, send, view)
+        await _send_elsewhere(scope, receive, send)
 
     def _owned(self, passed: Passed) -> Owned | None:
         """Return the task of a request that a peer has passed on; None if this member does not own it in that view."""
@@ -157,16 +160,6 @@ class ClusterPlane(DataPlane):
             *call, passed.oldest, passed.is_again, lambda: is_stream or not owned.floors.is_late(*call),
             lambda: self._member.confirm(*call),
         )  # fmt: skip
-
-    async def _view_of(self, task: str, view: int) -> int:
-        """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
-        # A newer view than the one that is owned here ends it.
-        self._member.adopt(task, view)
-        try:
-            owner = await self._member.locate(task, creates=False)
-        except DatabaseError:
-            return 0
-        return 0 if owner is None else owner.view
 
     @override
     def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
@@ -346,8 +339,8 @@ def _closing(send: Send) -> Send:
     return sending
 
 
-async def _send_elsewhere(scope: Scope, receive: Receive, send: Send, view: int) -> None:
-    kind, headers = "http.response", [(VIEW.encode(), b"%d" % view), (b"content-length", b"0")]
+async def _send_elsewhere(scope: Scope, receive: Receive, send: Send) -> None:
+    kind, headers = "http.response", [(ELSEWHERE.encode(), b"0"), (b"content-length", b"0")]
     if scope["type"] == "websocket":
         kind = "websocket.http.response"
         # No response is accepted before `websocket.connect` was received.

@@ -7,7 +7,7 @@ Theory of operation:
    has ended is used again.
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
-3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
+3. A peer that does not have the task answers 421 with the header `ELSEWHERE`. It passes nothing on.
 4. A connection that becomes a stream (WebSocket, Docker) has a connection to the peer of its own (`connection`).
    The agent's bytes come on it, so the peer trusts its first request only (`Tunnelled`).
 5. What members ask each other is a request too, to the path `ASK`.
@@ -47,8 +47,8 @@ from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnectio
 
 log = structlog.get_logger()
 
-VIEW = "x-forkpoint-view"
-"""The header with the view that a peer without the task knows."""
+ELSEWHERE = "x-forkpoint-view"
+"""The header of a peer that does not have the task. Earlier releases read its value, the view that the peer knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
 TUNNEL = "forkpoint.tunnel"
