@@ -56,14 +56,13 @@ class TaskLogReading:
     def take_rows(self, rows: Iterable[LogRow]) -> None:
         """Take the next rows. Raises LogError: a row is not what a member of this version writes."""
         for row in rows:
-            records, others = len(self.records), 0
+            first, others = len(self.records), 0
             for line in decode(row.body or b""):
                 self.take(line)
                 others += not isinstance(line, stored.RecordCopy | stored.StepCopy)
-            records = len(self.records) - records
             size_bytes = None if row.body is None else len(row.body)
             digest = sha256(row.body or b"").digest()
-            self.layout.append(RowLayout(row.row, size_bytes, digest, records, others))
+            self.layout.append(RowLayout(row.row, size_bytes, digest, first, len(self.records), others))
             self.last = row.row
             self.rows += row.body is not None
 
@@ -184,8 +183,9 @@ class RowLayout(NamedTuple):
     row: int
     size_bytes: int | None  # The bytes of its lines; None if it says who owns the task.
     sha256: bytes  # The SHA-256 of its lines.
-    records: int  # How many of its lines are records or steps.
-    others: int  # How many are not.
+    first: int  # How many records and steps the log has before it.
+    end: int  # How many the log has up to its end.
+    others: int  # How many of its lines are neither.
 
 
 class Replacement(NamedTuple):
@@ -194,12 +194,6 @@ class Replacement(NamedTuple):
     gone: list[int]  # Their numbers. The new row has the last one.
     digest: bytes
     body: bytes  # The lines of the new row.
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    rows: list[RowLayout]
-    first: int  # The number of records and steps in the log before them.
 
 
 class Compaction:
@@ -215,44 +209,41 @@ class Compaction:
 
     def __init__(self, reading: TaskLogReading) -> None:
         """Plan the steps for a log that was read to its end."""
-        self._reading = reading
-        numbers = set(replaceable((each.row, each.size_bytes is None) for each in reading.layout))
-        self._segments: list[_Segment] = []
-        size_bytes = records = 0
+        self._reading, self._segments = reading, list[list[RowLayout]]()
+        # Numbers of the rows that are replaced.
+        self.gone = replaceable((each.row, each.size_bytes is None) for each in reading.layout)
+        numbers, size_bytes = set(self.gone), 0
         for each in reading.layout:
             if each.row in numbers:
                 size_bytes += each.size_bytes or 0
                 if not self._segments or size_bytes > CHUNK_BYTES:
-                    self._segments.append(_Segment([], records))
+                    self._segments.append([])
                     size_bytes = each.size_bytes or 0
-                self._segments[-1].rows.append(each)
-            records += each.records
-        self.gone = sorted(numbers)  # Numbers of the rows that are replaced.
+                self._segments[-1].append(each)
         self.left = len(self._segments)  # How many rows are left of them.
-        self.lines = records - reading.dead + sum(1 for _ in reading.rest())  # How many lines these have.
+        self.lines = len(reading.records) - reading.dead + sum(1 for _ in reading.rest())  # How many lines these have.
 
     def steps(self) -> Iterator[Replacement]:
         """Yield the steps, in their order. 15 us a record."""
         *before, last = self._segments
         ends = self._reading.ends if before else []
-        if self._reading.dead < last.first:
+        if self._reading.dead < last[0].first:
             # The row that says so is replaced after those before it, as the segments are in order.
             ends = [line for line in ends if not isinstance(line, Deleted)]
         first = self._step(last, ends, self._reading.rest())
         yield first
         for segment in before:
-            if len(segment.rows) > 1 or segment.rows[0].others or segment.first < self._reading.dead:
+            if len(segment) > 1 or segment[0].others or segment[0].first < self._reading.dead:
                 yield self._step(segment)
         if ends:
             again = self._step(last, (), self._reading.rest())
             yield Replacement(first.gone[-1:], rows_digest([sha256(first.body).digest()]), again.body)
 
-    def _step(self, segment: _Segment, ends: Iterable[Line] = (), rest: Iterable[Line] = ()) -> Replacement:
-        end = segment.first + sum(each.records for each in segment.rows)
+    def _step(self, segment: list[RowLayout], ends: Iterable[Line] = (), rest: Iterable[Line] = ()) -> Replacement:
+        records = self._reading.records[max(segment[0].first, self._reading.dead) : segment[-1].end]
         # What has ended was before these records, if the task was deleted.
-        body = encode(chain(ends, self._reading.records[max(segment.first, self._reading.dead) : end], rest))
-        digest = rows_digest(each.sha256 for each in segment.rows)
-        return Replacement([each.row for each in segment.rows], digest, body)
+        body = encode(chain(ends, records, rest))
+        return Replacement([each.row for each in segment], rows_digest(each.sha256 for each in segment), body)
 
 
 def compaction_of(reading: TaskLogReading) -> Compaction | None:
