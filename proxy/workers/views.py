@@ -203,18 +203,12 @@ class AllWorkers:
         shown = [view if number in unseen else _EMPTY for number, view in zip(numbers, views, strict=True)]
         limit = int(query.get("limit", _USUAL))
         items, counts = merging.merged_page(shown, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
-        pages, taken = dict(zip(numbers, shown, strict=True)), dict(zip(numbers, counts, strict=True))
-        cut = {n: asking(n, taken[n]) for n in unseen if 0 < taken[n] < len(pages[n]["items"])}
+        lists = list(zip(numbers, shown, counts, strict=True))
+        cut = {number: asking(number, taken) for number, page, taken in lists if 0 < taken < len(page["items"])}
         places = dict(zip(cut, (orjson.loads(part.body)["next"] for part in await self._parts(cut)), strict=True))
         following = [
-            None
-            if not pages[number]["items"]
-            else places[number]
-            if number in cut
-            else pages[number]["next"]
-            if taken[number]
-            else cursors[number]
-            for number in numbers
+            places.get(number, page["next"] if taken or not page["items"] else cursors[number])
+            for number, page, taken in lists
         ]
         more = any(cursor is not None for cursor in following)
         total = sum(view["total"] for view in views)
