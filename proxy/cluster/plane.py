@@ -110,7 +110,7 @@ class ClusterPlane(DataPlane):
         with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope)) as call:
 
             async def here(owned: Owned) -> bool:
-                origin = self._origin(owned, member.hello, task.passed(call, owned.view))
+                origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
                 return await self._answer_here(owned, origin, scope, body.receive(), send)
 
             async def away(owner: Ownership) -> bool:
@@ -142,7 +142,7 @@ class ClusterPlane(DataPlane):
             with suppress(DatabaseError):
                 await self._member.locate(passed.task, creates=False)
         else:
-            origin = self._origin(owned, peer, passed, is_stream=is_socket)
+            origin = self._origin(owned, peer, passed, may_be_late=not is_socket)
             if await self._answer_here(owned, origin, scope, receive, send):
                 return
         await _send_elsewhere(scope, receive, send)
@@ -152,12 +152,12 @@ class ClusterPlane(DataPlane):
         owned = self._member.gate.owned.get(passed.task)
         return None if owned is None or owned.view != passed.view else owned
 
-    def _origin(self, owned: Owned, ingress: Hello, passed: Passed, *, is_stream: bool = False) -> Origin:
+    def _origin(self, owned: Owned, ingress: Hello, passed: Passed, *, may_be_late: bool) -> Origin:
         """Return what the code that answers a call works for. The ingress of a stream may wait for younger calls."""
         owned.floors.note(ingress.member, ingress.boot, passed.oldest)
         call = ingress.member, ingress.boot, passed.number
         return Origin(
-            *call, passed.oldest, passed.is_again, lambda: is_stream or not owned.floors.is_late(*call),
+            *call, passed.oldest, passed.is_again, lambda: not (may_be_late and owned.floors.is_late(*call)),
             lambda: self._member.confirm(*call),
         )  # fmt: skip
 
@@ -222,7 +222,7 @@ class ClusterPlane(DataPlane):
         assert peer is not None
         assert passed is not None
         assert owned is not None
-        origin, context = self._origin(owned, peer, passed, is_stream=True), copy_context()
+        origin, context = self._origin(owned, peer, passed, may_be_late=False), copy_context()
         context.run(ORIGIN.set, origin)
         opened = super().open_stream
         stream, answering = context.run(opened, scope, body, transport, upgrade=upgrade, rest=rest)

@@ -120,11 +120,10 @@ class Sender:
 
     def add(self, tree: Tree, node: Node) -> None:
         """Note that a node has a snapshot, or that a rollout has come to it."""
-        waiting = _Waiting(tree, node)
         # One that waits keeps its place, or a group that comes to it one by one would hold it up.
-        if waiting.key in self._waiting:
+        if (tree.id, node.id) in self._waiting:
             return
-        self._waiting[waiting.key] = waiting
+        waiting = self._waiting[tree.id, node.id] = _Waiting(tree, node)
         waiting.job = self._tasks.spawn("send a state", self._send(waiting))
         if len(self._waiting) > MAX_WAITING:
             oldest = next(each for each in self._waiting.values() if not each.is_sent)

@@ -11,8 +11,9 @@ from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, Passed
+from proxy.cluster.named_task import NamedTask
 from proxy.cluster.owned import Owned
-from proxy.cluster.plane import ClusterPlane, PassedUpload
+from proxy.cluster.plane import ClusterPlane, HeldBody, PassedUpload
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -130,6 +131,30 @@ def test_what_its_ingress_makes_no_more_is_late(monkeypatch: pytest.MonkeyPatch)
         await owner.pass_on(5, oldest=5)
         await owner.pass_on(4, oldest=4)
         assert [origin.is_current() for origin in owner.origins] == [False, True, False]
+
+    asyncio.run(go())
+
+
+def test_a_call_of_an_own_agent_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came here, so no copy of it is on its way. It may be one that is made again beside a younger one."""
+
+    async def go() -> None:
+        owner = Owner(monkeypatch)
+        owner.log = asyncio.Semaphore(9)
+        owner.owned.floors.note(HELLO.member, HELLO.boot, 100)
+        owner.plane._member.ingress, owner.plane._member.hello = Ingress(), HELLO  # type: ignore[misc]
+
+        async def route(_task: TaskIngress, _call: object, here: Any, _away: object, *, creates: bool) -> Any:
+            assert creates
+            return await here(owner.owned)
+
+        async def send(_message: AsgiMessage) -> None:
+            pass
+
+        owner.plane._forwarder = cast("Any", SimpleNamespace(route=route))
+        scope = {"type": "http", "method": "POST", "raw_path": b"/t/t", "query_string": b"", "headers": []}
+        await owner.plane._answer(NamedTask("t", "1", creates=True), scope, HeldBody(b"x", never), never, send)
+        assert owner.origins[0].is_current()
 
     asyncio.run(go())
 
