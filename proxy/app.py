@@ -28,8 +28,8 @@ from proxy.shares import Share
 from proxy.storage.data_dir import owning
 from proxy.storage.errors import StoreError
 from proxy.workers.division import claim, settings_of
+from proxy.workers.siblings import Siblings
 from proxy.workers.supervisor import WorkerFailedError, supervise
-from proxy.workers.worker import Worker
 from sandboxes.checkpointing import Checkpointer, NoCheckpointer
 from sandboxes.driver import Driver
 from sandboxes.linux import oom_score
@@ -109,7 +109,7 @@ def run(settings: Settings, inherited: int | None = None, left_out: Sequence[str
             _supervise(settings, listener, ownership)
 
 
-def _serve(settings: Settings, listener: socket.socket, worker: Worker | None = None) -> None:
+def _serve(settings: Settings, listener: socket.socket, worker: Siblings | None = None) -> None:
     """Serve in this process. Raises StartError if the data directory cannot be used, or a driver cannot start."""
     try:
         joined = _join(settings)
@@ -141,7 +141,7 @@ def _supervise(settings: Settings, listener: socket.socket, ownership: DirLock) 
         ownership.release()
         try:
             with owning(own.data):
-                _serve(own, listener, Worker.among(settings, number, is_serving))
+                _serve(own, listener, Siblings.among(settings, number, is_serving))
         except (StartError, StoreError) as error:
             log.error("the worker cannot start", reason=str(error))  # noqa: TRY400 - a foreseen reason
             raise SystemExit(1) from error

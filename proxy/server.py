@@ -15,8 +15,8 @@ from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.first_call import first_call
 from proxy.priority import go_first, make_threads, raise_session
+from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
-from proxy.workers.worker import Worker
 
 log = structlog.get_logger()
 
@@ -24,18 +24,18 @@ GRACE_S = 30
 """How long open requests may take when the proxy is told to stop. Then they are answered with an error."""
 
 
-def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Server:
+def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Server:
     """Return the web server of an application, for a listening socket; the worker is None without others."""
     # A cluster's members answer together what names no task.
     others = application.others
     joined = application if others is None else AllWorkers(application, others)
-    served = joined if worker is None else AllWorkers(joined, worker.siblings)
+    served = joined if worker is None else AllWorkers(joined, worker)
     return _Server(
         application,
         uvicorn.Config(
             report_responses(served),
             loop="uvloop",
-            http=protocol_for(application, None if worker is None else worker.siblings),
+            http=protocol_for(application, None if worker is None else worker),
             ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
@@ -56,7 +56,7 @@ def server(application: DataPlane, worker: Worker | None = None) -> uvicorn.Serv
 class _Server(uvicorn.Server):
     """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
-    def __init__(self, application: DataPlane, config: uvicorn.Config, worker: Worker | None) -> None:
+    def __init__(self, application: DataPlane, config: uvicorn.Config, worker: Siblings | None) -> None:
         super().__init__(config)
         self._application, self._engine, self._worker = application, application.engine, worker
 
@@ -71,7 +71,7 @@ class _Server(uvicorn.Server):
             make_peer = partial(self._make_protocol, protocol_for(self._application, is_limited=False))
             self._application.serve_peers(make_peer)
             if self._worker is not None:
-                self._worker.siblings.open(partial(self._make_protocol, self.config.http_protocol_class), make_peer)
+                self._worker.open(partial(self._make_protocol, self.config.http_protocol_class), make_peer)
                 self._worker.is_serving()
                 return
         for listener in sockets or () if self.started else ():
@@ -86,7 +86,7 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._engine.lifecycle.hang_up()
         if self._worker is not None:
-            await self._worker.siblings.aclose()
+            await self._worker.aclose()
         remove_address(self._engine.settings.data)
         await super().shutdown(sockets)
 

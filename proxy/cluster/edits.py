@@ -28,25 +28,25 @@ class ClusterEdits:
 
     def changed(self, tree: Tree, nodes: Iterable[Node]) -> None:
         """Write to the log what people have changed of nodes."""
-        _note(self._owner_of(tree.id), [NodeCopy(node.id, node.diverged, node.pinned) for node in nodes])
+        note(self._owner_of(tree.id), [NodeCopy(node.id, node.diverged, node.pinned) for node in nodes])
 
     def forgot(self, tree: Tree, nodes: Iterable[Node], records: Iterable[Record]) -> None:
         """Write to the log that nodes and records were deleted."""
         line = ForgottenRows([node.id for node in nodes], [record.id for record in records])
-        _note(self._owner_of(tree.id), [line])
+        note(self._owner_of(tree.id), [line])
 
     def labelled(self, task: str, rollout: int) -> None:
         """Write the labels of a rollout that is not in memory to the log."""
         copy = self.copies.rollout(rollout)
         if isinstance(copy, EndedCopy):
             # The line of a rollout says that it runs.
-            _note(self._owned.get(task), [copy.rollout, Ended(rollout)])
+            note(self._owned.get(task), [copy.rollout, Ended(rollout)])
         elif copy is not None:
-            _note(self._owned.get(task), [copy])
+            note(self._owned.get(task), [copy])
 
     def masked(self, task: str, masks: str) -> None:
         """Write the noise masks of a task to the log."""
-        _note(self._owned.get(task), [MasksCopy(task, masks)])
+        note(self._owned.get(task), [MasksCopy(task, masks)])
 
     async def importing(self, task: str, tree: int) -> None:
         """Write the records of a tree to the log. They count when the tree is there too."""
@@ -78,6 +78,7 @@ def tree_lines(copies: CopyStore, owned: Owned, tree: Tree) -> "list[TreeCopy]":
     return [copy]
 
 
-def _note(owned: Owned | None, lines: Sequence[Line]) -> None:
+def note(owned: Owned | None, lines: Sequence[Line]) -> None:
+    """Write lines to the log of a task, unless another member owns it by now."""
     if owned is not None and lines:
         owned.note(lines)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import structlog
 
 from proxy.cluster.ingress import TaskIngress, WaitingCall
-from proxy.cluster.link.passing import VIEW, Passed, PeerLostError, in_chunks
+from proxy.cluster.link.passing import ELSEWHERE, PeerLostError, in_chunks
 from proxy.cluster.member import Member
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
@@ -87,8 +87,7 @@ class Forwarder:
         relay: "Relay",
     ) -> bool:
         """Let the owner of a task answer a request; return whether it did."""
-        oldest, scheme = task.oldest or call.number, scope.get("scheme", "http")
-        passed = Passed(owner.view, call.number, oldest, call.is_again, scheme, task.name)
+        passed = task.passed(call, owner.view, scope.get("scheme", "http"))
 
         async def watch() -> None:
             """Give up a stream whose agent has left. Calls go on."""
@@ -111,21 +110,17 @@ class Forwarder:
             passing.cancel()
             watching.cancel()
             await asyncio.gather(passing, watching, return_exceptions=True)
-            if relay.begun.is_set() and (passing.cancelled() or passing.exception() is not None):
-                await relay.cut()
         if passing.cancelled():
             return True
         error = passing.exception()
         if error is not None and not isinstance(error, PeerLostError):
             raise error
-        if error is None and relay.elsewhere is None:
+        if error is None and not relay.is_elsewhere:
             await relay.end()
             return True
         if relay.begun.is_set():
             return True
         log.debug("a call was not answered", owner=owner.peer.name, error=str(error))
-        if relay.elsewhere:
-            self._member.adopt(task.name, relay.elsewhere)
         task.owner = None
         return False
 
@@ -135,8 +130,7 @@ class Relay:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        # The view that the peer knows, if it does not have the task; 0 if it knows none.
-        self.elsewhere: int | None = None
+        self.is_elsewhere = False  # Whether the peer does not have the task.
         self.begun = asyncio.Event()  # Whether the agent has got a part of a stream.
         self._start: AsgiMessage = {}
         self._parts: list[bytes] = []
@@ -144,8 +138,8 @@ class Relay:
     async def head(self, status: int, headers: Headers) -> None:
         """Take the head of the response."""
         named = dict(headers)
-        if VIEW in named:
-            self.elsewhere = int(named[VIEW])
+        if ELSEWHERE in named:
+            self.is_elsewhere = True
             return
         length = named.get("content-length")
         if length is None or int(length) > MAX_WHOLE_BYTES:
@@ -163,10 +157,7 @@ class Relay:
             self._parts.append(chunk)
 
     async def end(self) -> None:
-        """Note that the response is whole."""
+        """Note that the response is whole. Without it, the server cuts the agent's connection off."""
         if not self.begun.is_set():
             await self._send(self._start)
         await self._send({"type": "http.response.body", "body": b"".join(self._parts)})
-
-    async def cut(self) -> None:
-        """Note that a stream has no end. Without it, the server cuts the agent's connection off."""

@@ -2,13 +2,12 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Container
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from proxy.cluster.edits import ClusterEdits, tree_lines
-from proxy.cluster.lines import Deleted, Kept, Line
+from proxy.cluster.edits import ClusterEdits, note, tree_lines
+from proxy.cluster.lines import Deleted
 from proxy.cluster.owned import DroppedError, Owned
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.execution.gate import KeptElsewhere
@@ -18,9 +17,6 @@ from proxy.storage.records import RecordBytes
 from proxy.storage.trees import TreeStore
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record, Tree
-
-if TYPE_CHECKING:
-    from proxy.storage.copies import TreeCopy
 
 
 @dataclass(slots=True, eq=False)
@@ -49,26 +45,20 @@ ORIGIN: ContextVar[Origin | None] = ContextVar("forkpoint_cluster_origin", defau
 """The call that the current task works for. None: this member calls for itself."""
 
 
-class StaleCallError(RefusalError):
-    """No agent waits for this call any more: its ingress has sent younger ones since."""
-
-    def __init__(self) -> None:
-        super().__init__(503, "stale-call", "younger calls have come since through the same member. Try again.")
-
-
 class ClusterGate:
     """Implements `proxy.execution.gate.Gate`. Only the event loop's thread may use it."""
+
+    _copies: CopyStore  # The parts of the store, which is created after the gate.
+    _trees: TreeStore
 
     def __init__(self, number: int, states: KeptElsewhere) -> None:
         self.number, self.states = number, states
         self.owned: dict[str, Owned] = {}  # The tasks that this member owns, by name.
         self.edits = ClusterEdits(self.owned, self.owned_tree)  # Writes what people change of them.
         self._tasks_of: dict[int, str] = {}
-        self._copies: CopyStore | None = None
-        self._trees: TreeStore | None = None
 
     def attach(self, copies: CopyStore, trees: TreeStore) -> None:
-        """Take the parts of the store, which is created after the gate."""
+        """Take the parts of the store."""
         self._copies, self._trees, self.edits.copies = copies, trees, copies
 
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
@@ -94,7 +84,9 @@ class ClusterGate:
                 origin.steps += 1
                 return _record(rollout.tree, answered)
             if not origin.is_over and not origin.is_current():
-                raise StaleCallError
+                raise RefusalError(
+                    503, "stale-call", "younger calls have come since through the same member. Try again."
+                )
             if not owned.steps.must_confirm(rollout.id, origin.ingress, rollout.calls, confirmed):
                 return None
             confirmed = await _confirm(rollout, origin)
@@ -124,44 +116,38 @@ class ClusterGate:
 
     def task_put(self, task: str) -> None:
         """Write a task to the log."""
-        assert self._copies is not None
         copy = self._copies.task(task)
         if copy is not None:
-            self._note(task, [copy])
+            note(self.owned.get(task), [copy])
 
     def deleted(self, task: str) -> None:
         """Write to the log that a task was deleted."""
-        owned = self.owned.get(task)
-        if owned is not None:
-            owned.forget()
-            owned.note([Deleted()])
+        if task in self.owned:
+            self.owned[task].forget()
+            self.owned[task].note([Deleted()])
 
     def began(self, rollout: Rollout) -> None:
         """Write a rollout with its labels to the log, and its tree if that is not there."""
-        assert self._copies is not None
         self._tasks_of[rollout.tree.id] = rollout.task
         copy = self._copies.rollout(rollout.id)
         owned = self.owned.get(rollout.task)
         if isinstance(copy, RolloutCopy) and owned is not None:
-            owned.note([*self._tree_lines(owned, rollout.tree), copy])
+            owned.note([*tree_lines(self._copies, owned, rollout.tree), copy])
 
     def ended(self, task: str, rollout: int) -> None:
         """Write to the log that a rollout has ended."""
-        owned = self.owned.get(task)
-        if owned is not None:
-            owned.steps.take(Ended(rollout))
-            owned.note([Ended(rollout)])
+        if task in self.owned:
+            self.owned[task].steps.take(Ended(rollout))
+            self.owned[task].note([Ended(rollout)])
 
     def noted(self, rollout: Rollout, protocol: str, value: str) -> None:
         """Write to the log what a protocol remembers of a rollout."""
-        self._note(rollout.task, [NoteCopy(rollout.id, protocol, value)])
+        note(self.owned.get(rollout.task), [NoteCopy(rollout.id, protocol, value)])
 
     def differs(self, tree: Tree, record: Record, *, quarantined: bool) -> None:
         """Write to the log that a record differs, so that a later owner does not answer what this one withholds."""
         copy = FindingCopy(record.id, tree.id, record.differs, quarantined, record.reproducible, time.time())
-        owned = self.owned_tree(tree.id)
-        if owned is not None:
-            owned.note([copy])
+        note(self.owned_tree(tree.id), [copy])
 
     def recorded(self, tree: Tree, record: Record, written: RecordBytes, *, is_first: bool) -> None:
         """Let the log have a record, at the latest with the first step by it."""
@@ -170,24 +156,16 @@ class ClusterGate:
             raise DroppedError(self._tasks_of[tree.id])
         try:
             copy = copy_of(tree.id, record, written, is_first=is_first)
-            owned.put([*self._tree_lines(owned, tree), copy])
+            owned.put([*tree_lines(self._copies, owned, tree), copy])
         except BaseException:
             # The tree has a record that the log lacks, so nothing of it may be answered any more.
             owned.fail("a record could not be written to the log")
             raise
 
-    # -- kept states -------------------------------------------------------------------------------------------------
-
     def owned_tree(self, tree: int) -> Owned | None:
         """Return the task of a tree if this member owns it."""
-        assert self._trees is not None
         task = self._tasks_of.get(tree) or self._tasks_of.setdefault(tree, self._trees.task_of(tree))
         return self.owned.get(task)
-
-    async def write_kept(self, owned: Owned, tree: Tree, line: Kept) -> None:
-        """Write to the log that the store has a state, behind the digest of the tree's root state."""
-        await owned.write([*self._tree_lines(owned, tree), line])
-        owned.kept[line.node] = line
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -196,15 +174,6 @@ class ClusterGate:
         if owned is None or rollout.finished:
             raise DroppedError(rollout.task)
         return owned
-
-    def _note(self, task: str, lines: Sequence[Line]) -> None:
-        owned = self.owned.get(task)
-        if owned is not None:
-            owned.note(lines)
-
-    def _tree_lines(self, owned: Owned, tree: Tree) -> "list[TreeCopy]":
-        assert self._copies is not None
-        return tree_lines(self._copies, owned, tree)
 
 
 async def _confirm(rollout: Rollout, origin: Origin) -> int:

@@ -4,13 +4,13 @@ import asyncio
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
+from proxy.cluster.link.passing import Passed
 from proxy.cluster.postgres.database import Ownership
 from proxy.http.asgi import Receive
 from proxy.refusals import RefusalError
-from sandboxes.task_owner import start
 
 LOOK_S = 0.01
 """How long to look whether an agent has hung up. If it sent its call elsewhere, the end of its connection has arrived
@@ -35,20 +35,10 @@ class WaitingCall:
         if self.receive is None:
             await asyncio.sleep(LOOK_S)
         elif not self.is_over:
-            hangup = start(_hung_up(self.receive))
-            await asyncio.wait({hangup}, timeout=LOOK_S)
-            if not hangup.done():
-                hangup.cancel()
-                await asyncio.gather(hangup, return_exceptions=True)
-            elif hangup.result():
-                self.is_over = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    self.is_over |= (await self.receive())["type"] == "http.disconnect"
         return not self.is_over
-
-
-async def _hung_up(receive: Receive) -> bool:
-    message = await receive()
-    is_disconnect: bool = message["type"] == "http.disconnect"
-    return is_disconnect
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +46,6 @@ class TaskIngress:
     """One task, as this ingress sees it."""
 
     name: str
-    view: int = 0  # The latest view that it has heard of; 0 for none.
     owner: Ownership | None = None  # The owner as the database had it last; None if it has to be looked up.
     waiting: dict[int, WaitingCall] = field(default_factory=dict)  # The calls that are not over, oldest first.
     # By rollout: the digest and the number of the last call whose agent was told to try again although it may have
@@ -70,6 +59,10 @@ class TaskIngress:
     def oldest(self) -> int:
         """Number of the oldest call that may be made again; 0 for none."""
         return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())), default=0)
+
+    def passed(self, call: WaitingCall, view: int, scheme: str = "http") -> Passed:
+        """Return what the owner in a view has to know of a call."""
+        return Passed(view, call.number, self.oldest or call.number, call.is_again, scheme, self.name)
 
 
 class Ingress:

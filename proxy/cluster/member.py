@@ -20,12 +20,15 @@ from proxy.cluster import messages
 from proxy.cluster.compaction import LogCompactor, read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
+from proxy.cluster.lines import Kept
+from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import Passing, PeerLostError
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase, Ownership, Peer
 from proxy.cluster.postgres.joining import LEASE_S
 from proxy.engine import Engine
+from proxy.storage.copies import TaskCopy, TreeCopy
 from proxy.tree.tree import Node
 from sandboxes.ipc.codec import encode, with_members
 from sandboxes.ipc.frames import MalformedFrameError
@@ -68,10 +71,9 @@ class Member:
         return self.gate.number
 
     @property
-    def load(self) -> messages.LoadAnswer:
-        """Its load. O(tasks)."""
-        tasks = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
-        return messages.LoadAnswer(self.is_leaving, tasks)
+    def hello(self) -> Hello:
+        """This start of the member, as an ingress of its own calls."""
+        return Hello(self.number, self.database.membership.boot, b"")
 
     def start(self) -> None:
         """Begin to extend the lease."""
@@ -128,7 +130,6 @@ class Member:
             # A row of this start that is not owned here was dropped, and must be taken over again.
             if owner is not None and owner.peer.alive and owner.peer.number != self.number:
                 self._peers[owner.peer.number] = owner.peer
-                self.adopt(name, owner.view)
                 task.owner = owner
                 return owner
             if self.is_leaving:
@@ -139,18 +140,11 @@ class Member:
             if claimed is not None:
                 return claimed
 
-    def adopt(self, name: str, view: int) -> bool:
-        """Note who owns a task, unless a newer view is known: then return False."""
-        task = self.ingress.task(name)
-        if view < task.view:
-            return False
-        task.view = view
-        if task.owner is not None and task.owner.view < view:
-            task.owner = None
+    def supersede(self, name: str, view: int) -> None:
+        """Own a task no more, and answer nothing of it, if it is owned in an earlier view than this one."""
         owned = self.gate.owned.get(name)
         if owned is not None and owned.view < view:
             self._drop(owned, "another member has taken it over")
-        return True
 
     async def give(self, name: str, view: int, target: int | None = None) -> bool:
         """Let `target`, or a member with few tasks, take a task over from a view (0: none); return whether one did."""
@@ -162,27 +156,20 @@ class Member:
         for number in numbers:
             answer = await self.ask(number, messages.TakeQuestion(name, view))
             if isinstance(answer, messages.ElsewhereAnswer) and answer.view > view:
-                # From here on nothing of it is answered here.
-                return self.adopt(name, answer.view)
+                self.supersede(name, answer.view)
+                return True
         return False
 
     async def confirm(self, ingress: int, boot: int, number: int) -> bool:
-        """Return whether an agent waits for a call at another ingress; False if that cannot be found out."""
+        """Return whether an agent waits for a call at its ingress; False if that cannot be found out."""
         answer = await self.ask(ingress, messages.ConfirmQuestion(boot, number))
         return isinstance(answer, messages.ConfirmAnswer) and answer.waits
 
-    async def drain(self) -> messages.DrainAnswer:
+    async def _drain(self) -> messages.DrainAnswer:
         """Hand over all tasks, and take none over until the next start; see `hand_over`."""
         self.is_leaving = True
         answer = await self.hand_over(tuple(self.gate.owned.values()), self.give)
         return with_members(answer, kept=len(self.gate.owned))
-
-    async def hand_to(self, name: str, target: int) -> messages.DrainAnswer:
-        """Hand one task over to a member, by its number; see `hand_over`. A task of another owner is not."""
-        owned = self.gate.owned.get(name)
-        # A member that leaves hands all of its tasks over already.
-        tasks = () if owned is None or self.is_leaving else (owned,)
-        return await self.hand_over(tasks, partial(self.give, target=target))
 
     async def hand_over(
         self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]"
@@ -216,16 +203,16 @@ class Member:
         if not await self.database.append(name, view, None):
             return None
         # 2. No await from here until the store is written: no call may see the task half replaced.
-        if not self.adopt(name, view):
-            return None
+        self.supersede(name, view)
+        self.ingress.task(name).owner = None
         # 3. The steps in the journal are those of earlier views.
         self._engine.journal.fold()
         self._engine.store.copies.replace(name, reading.copies())
         owned = Owned(name, view, reading.steps, self.database.append, self._drop)
-        owned.trees = {number: copy.exact for number, copy in reading.trees.items()}
-        owned.kept, owned.rows = reading.kept, reading.rows
+        owned.trees = {number: copy.exact for number, copy in reading.of(TreeCopy).items()}
+        owned.kept, owned.rows = reading.of(Kept), reading.rows
         self.gate.owned[name] = owned
-        if reading.task is not None:
+        if reading.of(TaskCopy):
             # Rollouts come into memory at the positions of the store.
             await self._open(owned)
             log.info("took over a task", task=name, view=view, records=len(reading.records))
@@ -290,7 +277,9 @@ class Member:
     # -- peers -------------------------------------------------------------------------------------------------------
 
     async def ask(self, number: int, question: messages.Message) -> messages.Message | None:
-        """Ask a member by its number; None if it cannot be reached."""
+        """Ask a member by its number, this one too; None if it cannot be reached."""
+        if number == self.number:
+            return await self._reply(question)
         known = self._peers.pop(number, None)
         for peer in (known, None) if known is not None else (None,):
             try:
@@ -308,18 +297,25 @@ class Member:
 
     async def answer(self, content: bytes) -> bytes:
         """Answer a question of a peer. Raises MalformedFrameError: it is none."""
-        match messages.unpack(content):
+        return encode(await self._reply(messages.unpack(content)))
+
+    async def _reply(self, question: messages.Message) -> messages.Message:
+        match question:
             case messages.TakeQuestion(task=task, view=view):
-                return encode(messages.ElsewhereAnswer(await self._take_over(task, view)))
+                return messages.ElsewhereAnswer(await self._take_over(task, view))
             case messages.DrainQuestion():
-                return encode(await self.drain())
+                return await self._drain()
             case messages.HandQuestion(task=task, target=target):
-                return encode(await self.hand_to(task, target))
+                owned = self.gate.owned.get(task)
+                # A member that leaves hands all of its tasks over already. A task of another owner is not handed over.
+                tasks = () if owned is None or self.is_leaving else (owned,)
+                return await self.hand_over(tasks, partial(self.give, target=target))
             case messages.LoadQuestion():
-                return encode(self.load)
+                loads = {name: 1 + len(owned.steps) for name, owned in self.gate.owned.items()}
+                return messages.LoadAnswer(self.is_leaving, loads)
             case messages.ConfirmQuestion(boot=boot, number=number):
-                call = self.ingress.call(number) if boot == self.database.membership.boot else None
-                return encode(messages.ConfirmAnswer(call is not None and await call.waits()))
+                call = self.ingress.call(number) if boot == self.hello.boot else None
+                return messages.ConfirmAnswer(call is not None and await call.waits())
             case other:
                 raise MalformedFrameError(f"a peer sent the message {type(other).__name__}")
 

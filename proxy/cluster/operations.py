@@ -69,8 +69,7 @@ class Operations:
             raise RefusalError(404, "no-such-member", f"no member named {node!r} is running.")
         if len(alive) < 2:
             raise RefusalError(409, "last-member", f"no other member could take over the tasks of {node!r}.")
-        own = chosen.number == self._member.number
-        answer = await self._member.drain() if own else await self._member.ask(chosen.number, messages.DrainQuestion())
+        answer = await self._member.ask(chosen.number, messages.DrainQuestion())
         if not isinstance(answer, messages.DrainAnswer):
             raise RefusalError(503, "member", f"member {node!r} does not answer. Try again.")
         return {"name": node, "handed": answer.handed, "kept": answer.kept}
@@ -101,8 +100,6 @@ class Operations:
         }
 
     async def _load_of(self, peer: Peer) -> messages.LoadAnswer:
-        if peer.number == self._member.number:
-            return self._member.load
         answer = await self._member.ask(peer.number, messages.LoadQuestion())
         if not isinstance(answer, messages.LoadAnswer):
             raise RefusalError(503, "member", f"member {peer.name!r} does not say which tasks it owns. Try again.")
@@ -115,11 +112,9 @@ class Operations:
         self._is_moving, room = True, asyncio.Semaphore(at_once)
 
         async def hand(move: Move) -> bool:
-            source, target = peers[move.source].number, peers[move.target].number
+            question = messages.HandQuestion(move.task, peers[move.target].number)
             async with room:
-                if source == self._member.number:
-                    return bool((await self._member.hand_to(move.task, target)).handed)
-                answer = await self._member.ask(source, messages.HandQuestion(move.task, target))
+                answer = await self._member.ask(peers[move.source].number, question)
                 return isinstance(answer, messages.DrainAnswer) and bool(answer.handed)
 
         try:

@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -17,10 +18,9 @@ from typing_extensions import override
 
 from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.gate import ORIGIN, Origin
-from proxy.cluster.ingress import TaskIngress, WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
-from proxy.cluster.link.passing import ASK, PEER, TUNNEL, VIEW, Passed, Tunnelled
+from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, TUNNEL, Passed, Tunnelled
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.cluster.operations import PATHS, Operations
@@ -36,6 +36,7 @@ from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
 from proxy.http.responses import send_response
+from proxy.http.uploads import ClientDisconnectedError, uploading
 from proxy.refusals import RefusalError
 
 _UPLOADS = re.compile(r"/api/v1/tasks/[^/]+/import")
@@ -69,115 +70,96 @@ class ClusterPlane(DataPlane):
         if scope["type"] not in ("http", "websocket"):
             await super().__call__(scope, receive, send)
             return
-        if scope["type"] == "http" and PATHS.fullmatch(scope["path"]):
-            await self._operate(scope, receive, send)
-            return
-        peer, is_http = _peer_of(scope), scope["type"] == "http"
-        if peer is not None and is_http:
+        peer = _peer_of(scope)
+        if peer is not None:
             await self._answer_peer(peer, scope, receive, send)
             return
-        if not is_http:
-            await self._converse_here(peer, scope, receive, send)
+        if scope["type"] == "websocket":
+            await super().__call__(scope, receive, send)
             return
         try:
+            if PATHS.fullmatch(scope["path"]):
+                await self._operate(scope, send)
+                return
             task = named_task(scope, self.engine.access, self._addressing)
             if task is None:
                 await super().__call__(scope, receive, send)
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
-                body = await self._body(receive)
-                if body is not None:
-                    await self._answer(task, scope, body, receive, send)
-        except RefusalError as refusal:
+                await self._answer(task, scope, HeldBody(await self._body(receive), receive), receive, send)
+        except ClientDisconnectedError:
+            # Its call has not begun.
+            pass
+        except (RefusalError, DatabaseError) as error:
+            refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse_request(scope, receive, send, refusal)
 
-    async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body of a request; None if its client has hung up. Raises RefusalError: 413, it is too large."""
-        parts, size = list[bytes](), 0
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self.engine.settings.max_body_bytes:
-                raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
-            if not message.get("more_body"):
-                return b"".join(parts)
+    async def _body(self, receive: Receive) -> bytes:
+        """Return the body of a request. Raises ClientDisconnectedError, RefusalError (413)."""
+        settings = self.engine.settings
+        with uploading(settings.data, max_bytes=settings.max_body_bytes, spools=False) as upload:
+            return await upload.receive(receive, await receive())
 
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, named: NamedTask, scope: Scope, body: "bytes | PassedUpload", receive: Receive, send: Send
+        self, named: NamedTask, scope: Scope, body: "HeldBody | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        task = self._member.ingress.task(named.name)
-        is_upload = isinstance(body, PassedUpload)
-        digest = b"" if isinstance(body, PassedUpload) else _digest(scope, body)
-        watched = None if is_upload else receive
-        with self._member.ingress.calling(task, watched, named.rollout, digest) as call:
+        member, task = self._member, self._member.ingress.task(named.name)
+        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope)) as call:
 
             async def here(owned: Owned) -> bool:
-                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
-                return await self._answer_here(owned, self._origin(task, call), scope, incoming, send)
+                origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
+                return await self._answer_here(owned, origin, scope, body.receive(), send)
 
             async def away(owner: Ownership) -> bool:
-                sent = body.pieces() if isinstance(body, PassedUpload) else body
-                return await self._forwarder.pass_on(owner, task, call, scope, sent, receive, Relay(send))
+                return await self._forwarder.pass_on(owner, task, call, scope, body.sent(), receive, Relay(send))
 
             if not await self._forwarder.route(task, call, here, away, creates=named.creates):
                 # A task that does not exist has no owner.
-                incoming = body.receive() if isinstance(body, PassedUpload) else _replaying(body, receive)
-                await super().__call__(scope, incoming, send)
+                await super().__call__(scope, body.receive(), send)
 
     async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that a peer has passed on, or has made itself; it is not passed on again."""
-        passed = Passed.taken_from(scope)
+        passed, is_socket = Passed.taken_from(scope), scope["type"] == "websocket"
         if self._is_leaving:
             # The server waits for its connections.
             send = _closing(send)
         if passed is None and scope["path"] == ASK:
-            answer = await self._member.answer(await self._body(receive) or b"")
+            answer = await self._member.answer(await self._body(receive))
             await send_response(send, 200, [], answer)
             return
         if passed is None:
             await super().__call__(scope, receive, send)
             return
-        scope["scheme"] = passed.scheme
+        if not is_socket:
+            scope["scheme"] = passed.scheme
         owned = self._owned(passed)
         if owned is None:
-            await _send_elsewhere(send, await self._view_of(passed.task, passed.view))
-            return
-        origin = self._passed_origin(owned, peer, passed)
-        try:
-            is_answered = await self._answer_here(owned, origin, scope, receive, send)
-        finally:
-            origin.is_over = True
-        if not is_answered:
-            await _send_elsewhere(send, 0)
+            # A later view ends the one that is owned here. What was dropped here is owned here again.
+            self._member.supersede(passed.task, passed.view)
+            with suppress(DatabaseError):
+                await self._member.locate(passed.task, creates=False)
+        else:
+            origin = self._origin(owned, peer, passed, may_be_late=not is_socket)
+            if await self._answer_here(owned, origin, scope, receive, send):
+                return
+        await _send_elsewhere(scope, receive, send)
 
     def _owned(self, passed: Passed) -> Owned | None:
         """Return the task of a request that a peer has passed on; None if this member does not own it in that view."""
         owned = self._member.gate.owned.get(passed.task)
         return None if owned is None or owned.view != passed.view else owned
 
-    def _passed_origin(self, owned: Owned, peer: Hello, passed: Passed) -> Origin:
-        owned.floors.note(peer.member, peer.boot, passed.oldest)
+    def _origin(self, owned: Owned, ingress: Hello, passed: Passed, *, may_be_late: bool) -> Origin:
+        """Return what the code that answers a call works for. The ingress of a stream may wait for younger calls."""
+        owned.floors.note(ingress.member, ingress.boot, passed.oldest)
+        call = ingress.member, ingress.boot, passed.number
         return Origin(
-            peer.member, peer.boot, passed.number, passed.oldest, passed.is_again,
-            lambda: not owned.floors.is_late(peer.member, peer.boot, passed.number),
-            lambda: self._member.confirm(peer.member, peer.boot, passed.number),
+            *call, passed.oldest, passed.is_again, lambda: not (may_be_late and owned.floors.is_late(*call)),
+            lambda: self._member.confirm(*call),
         )  # fmt: skip
-
-    async def _view_of(self, task: str, view: int) -> int:
-        """Return the view that holds, for a peer that knows another one; 0 if that is not known."""
-        # A newer view than the one that is owned here ends it.
-        self._member.adopt(task, view)
-        try:
-            owner = await self._member.locate(task, creates=False)
-        except DatabaseError:
-            return 0
-        return 0 if owner is None else owner.view
 
     @override
     def serve_peers(self, make: Callable[..., asyncio.Protocol]) -> None:
@@ -187,20 +169,15 @@ class ClusterPlane(DataPlane):
             **({TUNNEL: Tunnelled(hello)} if hello.is_tunnel else {PEER: hello})
         )
 
-    def _origin(self, task: TaskIngress, call: WaitingCall) -> Origin:
-        """Return what the code that answers an own agent's call works for."""
-        membership = self._member.database.membership
-        return Origin(
-            membership.number, membership.boot, call.number, task.oldest, call.is_again, lambda: True, call.waits
-        )
-
     async def _answer_here(self, owned: Owned, origin: Origin, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Answer a request; return False if the task was dropped before anything was sent."""
         ORIGIN.set(origin)
-        is_over = is_stream = False
+        is_over, is_socket = False, scope["type"] == "websocket"
+        is_stream = is_socket
 
         async def sending(message: AsgiMessage) -> None:
             nonlocal is_over, is_stream
-            if message["type"] == "http.response.start":
+            if is_socket or message["type"] == "http.response.start":
                 # A failure shows in `is_dropped`.
                 with suppress(RefusalError):
                     await owned.settled()
@@ -215,44 +192,15 @@ class ClusterPlane(DataPlane):
 
         # A copy: it is given to the application again if the task is dropped meanwhile.
         own: Scope = {**scope, "headers": list(scope["headers"])}
-        with owned.ending(lambda: is_stream):
-            # The server closes the connection of a response that has no end.
-            await super().__call__(own, receive, sending)
-        return not is_over
-
-    # -- streams: `tunnels` has brought them to their owner ----------------------------------------------------------
-
-    async def _converse_here(self, peer: Hello | None, scope: Scope, receive: Receive, send: Send) -> None:
-        passed = None if peer is None else Passed.taken_from(scope)
-        if peer is None or passed is None:
-            await super().__call__(scope, receive, send)
-            return
-        owned = self._owned(passed)
-        if owned is None:
-            view = await self._view_of(passed.task, passed.view)
-            await receive()
-            headers = [(VIEW.encode(), b"%d" % view)]
-            await send({"type": "websocket.http.response.start", "status": 421, "headers": headers})
-            await send({"type": "websocket.http.response.body", "body": b""})
-            return
-
-        async def sending(event: AsgiMessage) -> None:
-            await owned.settled()
-            await send(event)
-
-        origin = self._begin_stream(owned, peer, passed)
-        ORIGIN.set(origin)
         try:
-            with owned.ending():
-                await super().__call__(scope, receive, sending)
+            with owned.ending(lambda: is_stream):
+                # The server closes the connection of a response that has no end.
+                await super().__call__(own, receive, sending)
         finally:
             origin.is_over = True
+        return is_socket or not is_over
 
-    def _begin_stream(self, owned: Owned, peer: Hello, passed: Passed) -> Origin:
-        origin = self._passed_origin(owned, peer, passed)
-        # From here on its ingress may wait for younger calls only.
-        origin.is_current = lambda: True
-        return origin
+    # -- streams: `tunnels` has brought them to their owner ----------------------------------------------------------
 
     @override
     def takes_connection(self, scope: Scope, body: bytes) -> bool:
@@ -274,7 +222,7 @@ class ClusterPlane(DataPlane):
         assert peer is not None
         assert passed is not None
         assert owned is not None
-        origin, context = self._begin_stream(owned, peer, passed), copy_context()
+        origin, context = self._origin(owned, peer, passed, may_be_late=False), copy_context()
         context.run(ORIGIN.set, origin)
         opened = super().open_stream
         stream, answering = context.run(opened, scope, body, transport, upgrade=upgrade, rest=rest)
@@ -299,27 +247,55 @@ class ClusterPlane(DataPlane):
         """Return whether a request may take its connection over; its owner authorises it (`takes_connection`)."""
         return self.streaming is not None and self.streaming.may_stream(scope)
 
-    async def _operate(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            refuse_foreign(scope["method"], scope["headers"], tool=False, names=self.engine.names)
-            refusal = self._authorise(scope)
-            if refusal is not None:
-                raise refusal
-            scope.get(GRANT, ALL).require_whole()
-            query = scope["query_string"].decode("latin-1")
-            value = await self._operations.answer(scope["method"], scope["path"], query)
-        except (RefusalError, DatabaseError) as error:
-            refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
-            await self._refuse_request(scope, receive, send, refusal)
-            return
+    async def _operate(self, scope: Scope, send: Send) -> None:
+        """Answer a request about the cluster. Raises RefusalError, DatabaseError."""
+        refuse_foreign(scope["method"], scope["headers"], tool=False, names=self.engine.names)
+        refusal = self._authorise(scope)
+        if refusal is not None:
+            raise refusal
+        scope.get(GRANT, ALL).require_whole()
+        query = scope["query_string"].decode("latin-1")
+        value = await self._operations.answer(scope["method"], scope["path"], query)
         await send_response(send, 200, [(b"content-type", b"application/json")], orjson.dumps(value))
+
+
+@dataclass(frozen=True, slots=True)
+class HeldBody:
+    """The body of a request that any number of owners may get."""
+
+    data: bytes
+    watched: Receive  # The events of the connection behind it.
+
+    def digest(self, scope: Scope) -> bytes:
+        """Return what is the same for the same request."""
+        parts = (scope["method"].encode(), scope["raw_path"], scope["query_string"], self.data)
+        return sha256(b"\0".join(parts)).digest()
+
+    def receive(self) -> Receive:
+        """Return what yields the body first, and then what comes after it."""
+        events: list[AsgiMessage] = [{"type": "http.request", "body": self.data, "more_body": False}]
+
+        async def replaying() -> AsgiMessage:
+            return events.pop() if events else await self.watched()
+
+        return replaying
+
+    def sent(self) -> bytes:
+        """Return what is sent to another member."""
+        return self.data
 
 
 class PassedUpload:
     """The body of a request that is passed on as it comes, once."""
 
+    watched = None  # Events behind it come only after all of it.
+
     def __init__(self, receive: Receive) -> None:
         self._receive, self._is_begun = receive, False
+
+    def digest(self, scope: Scope) -> bytes:  # noqa: ARG002 - see `HeldBody`
+        """Return nothing: no request is known to be the same."""
+        return b""
 
     def receive(self) -> Receive:
         """Return what yields the events of the body. Raises RefusalError: 503, a part of it was read before."""
@@ -331,7 +307,7 @@ class PassedUpload:
         self._is_begun = True
         return await self._receive()
 
-    def pieces(self) -> AsyncIterator[bytes]:
+    def sent(self) -> AsyncIterator[bytes]:
         """Return what yields the body, to its end. Raises RefusalError: see `receive`."""
         return self._pieces(self.receive())
 
@@ -363,23 +339,11 @@ def _closing(send: Send) -> Send:
     return sending
 
 
-async def _send_elsewhere(send: Send, view: int) -> None:
-    await send_response(send, 421, [(VIEW.encode(), b"%d" % view)], b"")
-
-
-def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that returns a body first, and then what comes after it."""
-    is_sent = False
-
-    async def replaying() -> AsgiMessage:
-        nonlocal is_sent
-        if is_sent:
-            return await receive()
-        is_sent = True
-        return {"type": "http.request", "body": body, "more_body": False}
-
-    return replaying
-
-
-def _digest(scope: Scope, body: bytes) -> bytes:
-    return sha256(b"\0".join((scope["method"].encode(), scope["raw_path"], scope["query_string"], body))).digest()
+async def _send_elsewhere(scope: Scope, receive: Receive, send: Send) -> None:
+    kind, headers = "http.response", [(ELSEWHERE.encode(), b"0"), (b"content-length", b"0")]
+    if scope["type"] == "websocket":
+        kind = "websocket.http.response"
+        # No response is accepted before `websocket.connect` was received.
+        await receive()
+    await send({"type": f"{kind}.start", "status": 421, "headers": headers})
+    await send({"type": f"{kind}.body", "body": b""})

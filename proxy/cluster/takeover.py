@@ -1,10 +1,11 @@
 """What a log says of a task, read by its next owner (pure)."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from hashlib import sha256
 from itertools import chain
-from typing import NamedTuple
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
 
 from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, decode, encode
 from proxy.cluster.postgres.database import LogRow, rows_digest
@@ -12,9 +13,19 @@ from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage import copies as stored
 from proxy.tree.keys import CallKey, private_key
 
+LatestLine = TypeVar("LatestLine")
+
 CHUNK_BYTES = 1 << 20
 """Bytes of a row that a compaction writes, unless a line is larger. Each is one statement, which has `PATIENCE_S`: with
 4 MB, some were given up on a machine with ten busy processes for each core."""
+
+
+_LATEST: dict[type[Any], Callable[[Any], Any]] = {
+    stored.TaskCopy: itemgetter(0), stored.TreeCopy: itemgetter(0), stored.FindingCopy: itemgetter(0),
+    stored.NoteCopy: itemgetter(0, 1), stored.NodeCopy: itemgetter(0), stored.MasksCopy: itemgetter(0),
+    Kept: itemgetter(0),
+}  # fmt: skip
+"""Kinds of lines of which the latest one counts, each with what a line is about."""
 
 
 @dataclass(slots=True)
@@ -23,79 +34,61 @@ class TaskLogReading:
 
     last: int = 0  # Number of the last row; 0 without rows.
     rows: int = 0  # How many rows do not say who owns the task.
-    task: stored.TaskCopy | None = None  # The task; None for a task of which no line was written.
-    trees: dict[int, stored.TreeCopy] = field(default_factory=dict)
+    latest: dict[type[Any], dict[Any, Any]] = field(default_factory=lambda: {kind: {} for kind in _LATEST})
     # Its records and steps, in the order in which they were written.
     records: list[stored.RecordCopy | stored.StepCopy] = field(default_factory=list)
     dead: int = 0  # How many of them were written before the task was deleted last.
-    findings: dict[int, stored.FindingCopy] = field(default_factory=dict)  # What was noticed of its records, by record.
     rollouts: dict[int, stored.RolloutCopy] = field(default_factory=dict)  # Those that run, as they began.
     ended: dict[int, stored.RolloutCopy] = field(
         default_factory=dict
     )  # Those that have ended, at their last positions.
-    notes: dict[tuple[int, str], stored.NoteCopy] = field(default_factory=dict)
-    nodes: dict[int, stored.NodeCopy] = field(default_factory=dict)  # What people have changed of its nodes, by node.
-    masks: stored.MasksCopy | None = None  # The noise masks of its audits; None without.
     # Numbers of the nodes and of the records that were deleted. None is given out again.
     forgotten: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
     steps: Steps = field(default_factory=Steps)  # The last steps of its rollouts.
-    kept: dict[int, Kept] = field(default_factory=dict)  # The states that the store has, by node.
     ends: list[Line] = field(default_factory=list)  # Lines that say what has ended, in order.
     turns: dict[tuple[int, int], stored.StepCopy] = field(default_factory=dict)  # The last of each rollout and turn.
     layout: list["RowLayout"] = field(default_factory=list)  # What each row holds, in order.
 
+    def of(self, kind: type[LatestLine]) -> dict[Any, LatestLine]:
+        """Return the lines of a kind of which the latest one counts, by what they are about."""
+        return self.latest[kind]
+
     def take_rows(self, rows: Iterable[LogRow]) -> None:
         """Take the next rows. Raises LogError: a row is not what a member of this version writes."""
         for row in rows:
-            records, others = len(self.records), 0
+            first, others = len(self.records), 0
             for line in decode(row.body or b""):
                 self.take(line)
                 others += not isinstance(line, stored.RecordCopy | stored.StepCopy)
-            records = len(self.records) - records
             size_bytes = None if row.body is None else len(row.body)
             digest = sha256(row.body or b"").digest()
-            self.layout.append(RowLayout(row.row, size_bytes, digest, records, others))
+            self.layout.append(RowLayout(row.row, size_bytes, digest, first, len(self.records), others))
             self.last = row.row
             self.rows += row.body is not None
 
     def take(self, line: Line) -> None:
         """Take the next line."""
         match line:
-            case stored.TaskCopy():
-                self.task = line
-            case stored.TreeCopy():
-                self.trees[line.tree] = line
             case stored.RecordCopy():
                 self.records.append(line)
             case stored.StepCopy():
                 self._take_step(line)
-            case stored.FindingCopy():
-                self.findings[line.record] = line
-            case stored.RolloutCopy() | stored.NoteCopy() | Stepped() | Ended():
-                self._take_rollout(line)
-            case Kept() | Unkept() | Deleted():
-                self._take_state(line)
-            case stored.NodeCopy() | stored.MasksCopy() | ForgottenRows():
-                self._take_change(line)
-
-    def _take_rollout(self, line: stored.RolloutCopy | stored.NoteCopy | Stepped | Ended) -> None:
-        match line:
             case stored.RolloutCopy():
-                known = self.ended.pop(line.rollout, line)
-                # The labels of one that has ended were changed, in a store that may lag.
-                self.rollouts[line.rollout] = (
-                    line._replace(calls=known.calls, node=known.node) if known.calls > line.calls else line
-                )
-            case stored.NoteCopy():
-                self.notes[line.rollout, line.protocol] = line
+                self._take_rollout(line)
             case Stepped():
                 self.steps.take(line)
                 self._take_step(stored.StepCopy(line.rollout, line.position.turn - 1, line.record, line.outcome))
-            case Ended():
-                self.ends.append(line)
-                if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
-                    self.ended[line.rollout] = self._placed(rollout)
-                self.steps.take(line)
+            case Ended() | Unkept() | ForgottenRows() | Deleted():
+                self._take_end(line)
+            case _:
+                self.latest[type(line)][_LATEST[type(line)](line)] = line
+
+    def _take_rollout(self, line: stored.RolloutCopy) -> None:
+        known = self.ended.pop(line.rollout, line)
+        # The labels of one that has ended were changed, in a store that may lag.
+        self.rollouts[line.rollout] = (
+            line._replace(calls=known.calls, node=known.node) if known.calls > line.calls else line
+        )
 
     def _take_step(self, step: stored.StepCopy) -> None:
         # A compaction repeats the last steps of running rollouts behind those that it keeps.
@@ -103,74 +96,58 @@ class TaskLogReading:
             self.turns[step[:2]] = step
             self.records.append(step)
 
-    def _take_change(self, line: stored.NodeCopy | stored.MasksCopy | ForgottenRows) -> None:
-        """Take what people have changed."""
-        if isinstance(line, stored.NodeCopy):
-            self.nodes[line.node] = line
-        elif isinstance(line, stored.MasksCopy):
-            self.masks = line
-        else:
-            self._forget(line)
-
-    def _forget(self, line: ForgottenRows) -> None:
-        for known, gone in zip(self.forgotten, line, strict=True):
-            known.update(gone)
-        for node in line.nodes:
-            self.nodes.pop(node, None)
-            self.kept.pop(node, None)
-        self.trees = {number: tree for number, tree in self.trees.items() if tree.root not in self.forgotten[0]}
-
-    def _take_state(self, line: Kept | Unkept | Deleted) -> None:
-        if isinstance(line, Kept):
-            self.kept[line.node] = line
-        elif isinstance(line, Unkept):
-            self.ends.append(line)
-            self.kept.pop(line.node, None)
-        else:
-            self.task, self.dead, self.ends, self.steps = None, len(self.records), [line], Steps()
-            self.masks = None
-            lost = (
-                self.trees,
-                self.findings,
-                self.rollouts,
-                self.ended,
-                self.notes,
-                self.nodes,
-                self.kept,
-                self.turns,
-                *self.forgotten,
-            )
-            for lines in lost:
-                lines.clear()
+    def _take_end(self, line: Ended | Unkept | ForgottenRows | Deleted) -> None:
+        match line:
+            case Ended():
+                self.ends.append(line)
+                if (rollout := self.rollouts.pop(line.rollout, None)) is not None:
+                    self.ended[line.rollout] = self._placed(rollout)
+                self.steps.take(line)
+            case Unkept():
+                self.ends.append(line)
+                self.of(Kept).pop(line.node, None)
+            case ForgottenRows():
+                for known, gone in zip(self.forgotten, line, strict=True):
+                    known.update(gone)
+                for node in line.nodes:
+                    self.of(stored.NodeCopy).pop(node, None)
+                    self.of(Kept).pop(node, None)
+                trees = self.of(stored.TreeCopy)
+                self.latest[stored.TreeCopy] = {
+                    n: tree for n, tree in trees.items() if tree.root not in self.forgotten[0]
+                }
+            case Deleted():
+                self.dead, self.ends, self.steps, self.forgotten = len(self.records), [line], Steps(), (set(), set())
+                for lines in (*self.latest.values(), self.rollouts, self.ended, self.turns):
+                    lines.clear()
 
     def rest(self) -> Iterator[Line]:
         """Yield lines that a reader takes for the same as all that were taken and are no records or steps."""
-        yield from () if self.task is None else (self.task,)
-        yield from self.trees.values()
-        yield from self.findings.values()
+        if any(self.forgotten):
+            yield ForgottenRows(*map(sorted, self.forgotten))
+        for kind, lines in self.latest.items():
+            yield from self._notes() if kind is stored.NoteCopy else lines.values()
         yield from self.rollouts.values()
         for number, rollout in self.ended.items():
             yield from (rollout, Ended(number))
-        yield from (note for note in self.notes.values() if note.rollout in self.rollouts)
-        yield from self.nodes.values()
-        yield from () if self.masks is None else (self.masks,)
-        if any(self.forgotten):
-            yield ForgottenRows(*map(sorted, self.forgotten))
         yield from self.steps.lines()
-        yield from self.kept.values()
 
     def copies(self) -> list[stored.Copy]:
         """Return the rows of the store."""
-        ended = (stored.EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.trees)
-        rollouts: list[stored.Copy] = [*map(self._placed, self.rollouts.values()), *ended]
-        task = [] if self.task is None else [self.task]
-        notes = [note for note in self.notes.values() if note.rollout in self.rollouts]
+        ended = (
+            stored.EndedCopy(rollout) for rollout in self.ended.values() if rollout.tree in self.of(stored.TreeCopy)
+        )
         records = self._records()
         known = {record.record for record in records}
-        findings = (finding for finding in self.findings.values() if finding.record in known)
-        masks = [] if self.masks is None else [self.masks]
-        rows = [*task, *self.trees.values(), *records, *findings, *self.nodes.values(), *rollouts, *notes, *masks]
-        return [*rows, *(step for step in self.turns.values() if step.record in known)]
+        findings = (finding for finding in self.of(stored.FindingCopy).values() if finding.record in known)
+        return [
+            *self.of(stored.TaskCopy).values(), *self.of(stored.TreeCopy).values(), *records, *findings,
+            *self.of(stored.NodeCopy).values(), *map(self._placed, self.rollouts.values()), *ended, *self._notes(),
+            *self.of(stored.MasksCopy).values(), *(step for step in self.turns.values() if step.record in known),
+        ]  # fmt: skip
+
+    def _notes(self) -> Iterator[stored.NoteCopy]:
+        return (note for note in self.of(stored.NoteCopy).values() if note.rollout in self.rollouts)
 
     def _placed(self, rollout: stored.RolloutCopy) -> stored.RolloutCopy:
         last = self.steps.last(rollout.rollout)
@@ -182,12 +159,12 @@ class TaskLogReading:
         An owner executes a call again if its record is damaged on its disk. Records of a tree without a line belong to
         an import that did not come to its end.
         """
-        gone = self.forgotten[1]
+        gone, trees = self.forgotten[1], self.of(stored.TreeCopy)
         written = [each for each in self.records[self.dead :] if isinstance(each, stored.RecordCopy)]
-        there = [each for each in written if each.record not in gone and each.tree in self.trees]
+        there = [each for each in written if each.record not in gone and each.tree in trees]
         latest = {(record.tree, record.source, record.key): record.record for record in there}
         digests = {record.target: record[12:14] for record in reversed(written) if record.is_first}
-        reached, records = {tree.root for tree in self.trees.values()}, list[stored.RecordCopy]()
+        reached, records = {tree.root for tree in trees.values()}, list[stored.RecordCopy]()
         for record in there:
             if latest[record.tree, record.source, record.key] != record.record:
                 record = record._replace(  # noqa: PLW2901 - the same record under another key
@@ -206,8 +183,9 @@ class RowLayout(NamedTuple):
     row: int
     size_bytes: int | None  # The bytes of its lines; None if it says who owns the task.
     sha256: bytes  # The SHA-256 of its lines.
-    records: int  # How many of its lines are records or steps.
-    others: int  # How many are not.
+    first: int  # How many records and steps the log has before it.
+    end: int  # How many the log has up to its end.
+    others: int  # How many of its lines are neither.
 
 
 class Replacement(NamedTuple):
@@ -216,12 +194,6 @@ class Replacement(NamedTuple):
     gone: list[int]  # Their numbers. The new row has the last one.
     digest: bytes
     body: bytes  # The lines of the new row.
-
-
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    rows: list[RowLayout]
-    first: int  # The number of records and steps in the log before them.
 
 
 class Compaction:
@@ -237,44 +209,41 @@ class Compaction:
 
     def __init__(self, reading: TaskLogReading) -> None:
         """Plan the steps for a log that was read to its end."""
-        self._reading = reading
-        numbers = set(replaceable((each.row, each.size_bytes is None) for each in reading.layout))
-        self._segments: list[_Segment] = []
-        size_bytes = records = 0
+        self._reading, self._segments = reading, list[list[RowLayout]]()
+        # Numbers of the rows that are replaced.
+        self.gone = replaceable((each.row, each.size_bytes is None) for each in reading.layout)
+        numbers, size_bytes = set(self.gone), 0
         for each in reading.layout:
             if each.row in numbers:
                 size_bytes += each.size_bytes or 0
                 if not self._segments or size_bytes > CHUNK_BYTES:
-                    self._segments.append(_Segment([], records))
+                    self._segments.append([])
                     size_bytes = each.size_bytes or 0
-                self._segments[-1].rows.append(each)
-            records += each.records
-        self.gone = sorted(numbers)  # Numbers of the rows that are replaced.
+                self._segments[-1].append(each)
         self.left = len(self._segments)  # How many rows are left of them.
-        self.lines = records - reading.dead + sum(1 for _ in reading.rest())  # How many lines these have.
+        self.lines = len(reading.records) - reading.dead + sum(1 for _ in reading.rest())  # How many lines these have.
 
     def steps(self) -> Iterator[Replacement]:
         """Yield the steps, in their order. 15 us a record."""
         *before, last = self._segments
         ends = self._reading.ends if before else []
-        if self._reading.dead < last.first:
+        if self._reading.dead < last[0].first:
             # The row that says so is replaced after those before it, as the segments are in order.
             ends = [line for line in ends if not isinstance(line, Deleted)]
         first = self._step(last, ends, self._reading.rest())
         yield first
         for segment in before:
-            if len(segment.rows) > 1 or segment.rows[0].others or segment.first < self._reading.dead:
+            if len(segment) > 1 or segment[0].others or segment[0].first < self._reading.dead:
                 yield self._step(segment)
         if ends:
             again = self._step(last, (), self._reading.rest())
             yield Replacement(first.gone[-1:], rows_digest([sha256(first.body).digest()]), again.body)
 
-    def _step(self, segment: _Segment, ends: Iterable[Line] = (), rest: Iterable[Line] = ()) -> Replacement:
-        end = segment.first + sum(each.records for each in segment.rows)
+    def _step(self, segment: list[RowLayout], ends: Iterable[Line] = (), rest: Iterable[Line] = ()) -> Replacement:
+        records = self._reading.records[max(segment[0].first, self._reading.dead) : segment[-1].end]
         # What has ended was before these records, if the task was deleted.
-        body = encode(chain(ends, self._reading.records[max(segment.first, self._reading.dead) : end], rest))
-        digest = rows_digest(each.sha256 for each in segment.rows)
-        return Replacement([each.row for each in segment.rows], digest, body)
+        body = encode(chain(ends, records, rest))
+        return Replacement([each.row for each in segment], rows_digest(each.sha256 for each in segment), body)
 
 
 def compaction_of(reading: TaskLogReading) -> Compaction | None:

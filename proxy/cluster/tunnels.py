@@ -24,8 +24,7 @@ from functools import partial
 import structlog
 
 from proxy.cluster.forwarding import Forwarder
-from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import TUNNEL, Passed, PeerConnection, PeerLostError, Tunnelled
+from proxy.cluster.link.passing import TUNNEL, PeerConnection, PeerLostError, Tunnelled
 from proxy.cluster.member import Member
 from proxy.cluster.named_task import NamedTask
 from proxy.cluster.owned import Owned
@@ -99,9 +98,7 @@ class Tunnels:
         task = self._member.ingress.task(named.name)
 
         async def here(owned: Owned) -> bool:
-            membership = self._member.database.membership
-            own = Tunnelled(Hello(membership.number, membership.boot, b""))
-            return await join(owned.view, self._own_end({TUNNEL: own}))
+            return await join(owned.view, self._own_end({TUNNEL: Tunnelled(self._member.hello)}))
 
         async def away(owner: Ownership) -> bool:
             peer = owner.peer
@@ -111,7 +108,7 @@ class Tunnels:
             return is_joined
 
         async def join(view: int, opening: AbstractAsyncContextManager[PeerConnection]) -> bool:
-            passed = Passed(view, call.number, task.oldest or call.number, False, "http", named.name)
+            passed = task.passed(call, view)
             line, newline, rest = held.partition(b"\n")
             request = b"%b%b%b: %b\r\n%b" % (line, newline, PASSED, passed.pack(), rest)
             try:

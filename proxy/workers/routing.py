@@ -16,7 +16,7 @@ class Routes:
     """Finds the worker of each request."""
 
     def __init__(self, share: Share) -> None:
-        self.share = share
+        self._share = share
         self._workers: LruCache[bytes, int] = LruCache(_REMEMBERED)
 
     def worker_of(self, scope: Scope) -> int | None:
@@ -26,10 +26,10 @@ class Routes:
             segment = path[3 : path.find(b"/", 3)]
             known = self._workers.get(segment)
             if known is None:
-                known = self._workers[segment] = self.share.worker_of(unquote(segment.decode("ascii", "replace")))
+                known = self._workers[segment] = self._share.worker_of(unquote(segment.decode("ascii", "replace")))
             return known
         name = _name(scope, path)
-        return None if name is None else self.share.worker_of(name)
+        return None if name is None else self._share.worker_of(name)
 
 
 def _name(scope: Scope, path: bytes) -> str | None:

@@ -17,13 +17,12 @@ import asyncio
 import contextlib
 import os
 import socket
-import stat
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import structlog
 
@@ -31,6 +30,9 @@ from proxy.http.asgi import Scope
 from proxy.http.passed_head import head_of
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
+from proxy.settings import Settings
+from proxy.shares import Share
+from proxy.storage.data_dir import directory_of
 from proxy.workers.routing import Routes
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.codec import IpcMessage
@@ -55,6 +57,8 @@ _PART = "forkpoint.part"
 _LINK = "link"
 """Name of a worker's socket in its data directory, which only this user can enter."""
 
+OF_WORKERS = frozenset({"/metrics", "/readyz"})
+"""Paths of what the workers of one machine answer together when they are members of a cluster."""
 _CREDENTIALS = struct.Struct("3i")
 """The process, user and group at the other end of a socket (unix(7), SO_PEERCRED)."""
 
@@ -77,21 +81,31 @@ class WorkerAwayError(RefusalError):
 class Siblings:
     """This worker's links to the others. Implements `Handover` and `OtherProxies` of `proxy.dataplane`."""
 
-    def __init__(self, routes: Routes, directories: Sequence[Path], paths: frozenset[str] | None = None) -> None:
-        self.routes, self._directories, self.paths = routes, directories, paths
+    def __init__(
+        self,
+        share: Share,
+        directories: Sequence[Path],
+        paths: frozenset[str] | None = None,
+        is_serving: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Link a worker by its share of the tasks. `is_serving` is called when it answers requests."""
+        self.routes, self.share, self._directories, self.paths = Routes(share), share, directories, paths
+        self.is_serving = is_serving
         self._channels: dict[int, Channel] = {}
         self._connecting: dict[int, asyncio.Lock] = {}
         self._tasks, self._listener = TaskOwner(), cast("socket.socket | None", None)
         self._waiting, self._is_closing = 0, False
 
-    @property
-    def number(self) -> int:
-        """Number of this worker."""
-        return self.routes.share.number
+    @classmethod
+    def among(cls, settings: Settings, number: int, is_serving: Callable[[], None]) -> Self:
+        """Return the links of a worker of the proxy that the settings describe; nothing is connected yet."""
+        directories = [directory_of(settings.data, each) for each in range(settings.workers)]
+        paths = None if settings.cluster is None else OF_WORKERS
+        return cls(Share(number, settings.workers), directories, paths, is_serving)
 
     async def numbers(self, scope: Scope) -> list[int]:  # noqa: ARG002 - see `OtherProxies`
         """See `OtherProxies.numbers`."""
-        return list(range(self.routes.share.of))
+        return list(range(self.share.of))
 
     def is_part(self, scope: Scope) -> bool:
         """See `OtherProxies.is_part`."""
@@ -102,7 +116,7 @@ class Siblings:
     def elsewhere(self, scope: Scope) -> int | None:
         """Return the number of the worker that must answer a request; None for this one. 0.4 us."""
         number = self.routes.worker_of(scope)
-        return None if number == self.routes.share.number else number
+        return None if number == self.share.number else number
 
     def give(self, process: int, connection: socket.socket, held: bytes) -> None:
         """Give a connection to another worker, with the bytes that are not answered."""
@@ -112,10 +126,7 @@ class Siblings:
         """See `OtherProxies.request`: the worker is given one end of a new connection."""
         own, given = socket.socketpair()
         try:
-            if number == self.number:
-                await _adopt(given.detach(), b"", self._make_part)
-            else:
-                await (await self._channel(number)).post(GivenConnection(is_part=True), [given.fileno()])
+            await (await self._channel(number)).post(GivenConnection(is_part=True), [given.fileno()])
         except BaseException:
             own.close()
             raise
@@ -175,11 +186,9 @@ class Siblings:
     def open(self, make_client: Callable[[], asyncio.Protocol], make_peer: Callable[..., asyncio.Protocol]) -> None:
         """Take connections of other workers: `make_client` makes a `HitFirst`, `make_peer` takes its state."""
         self._make_client, self._make_part = make_client, partial(make_peer, **{_PART: True})
-        directory = self._directories[self.routes.share.number]
-        with contextlib.suppress(FileNotFoundError):
-            # A killed worker leaves its socket.
-            if stat.S_ISSOCK((directory / _LINK).lstat().st_mode):
-                (directory / _LINK).unlink()
+        directory = self._directories[self.share.number]
+        # A killed worker leaves its socket.
+        (directory / _LINK).unlink(missing_ok=True)
         listener = self._listener = socket.socket(socket.AF_UNIX)
         with _short(directory) as folder:
             listener.bind(f"{folder}/{_LINK}")
@@ -196,7 +205,7 @@ class Siblings:
             self._listener.close()
             self._listener = None
             with contextlib.suppress(OSError):
-                (self._directories[self.routes.share.number] / _LINK).unlink()
+                (self._directories[self.share.number] / _LINK).unlink()
         for channel in self._channels.values():
             channel.close()
         self._tasks.cancel()

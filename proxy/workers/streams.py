@@ -18,14 +18,18 @@ from typing import Self
 
 import orjson
 
+from proxy.refusals import RefusalError
 from proxy.transfer.format import FORMAT, Writer
 from proxy.transfer.trajectories import HEAD_END, SENT_BYTES
 from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 
 
-class PartCutError(Exception):
+class PartCutError(RefusalError):
     """A worker's part of a response has ended before it was complete."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(503, "part", f"{why}. Try again.")
 
 
 class ResponsePart:

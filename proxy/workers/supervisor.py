@@ -5,6 +5,7 @@ share the memory of what is loaded already. It has no event loop and no threads,
 waits. If it is killed, the kernel sends the workers SIGTERM (`PR_SET_PDEATHSIG`), and their sandboxes end with them.
 """
 
+import mmap
 import os
 import signal
 import time
@@ -22,7 +23,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 LASTING_S = 30.0
 """A worker that lived for this long is started again after the first pause."""
 _LOOK_S = 0.05
-"""Interval at which workers that start are looked at."""
+"""Interval at which is looked whether all workers serve, and whether all have ended."""
 _SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD}
 
 Work = Callable[[int, Callable[[], None]], None]
@@ -36,32 +37,29 @@ class WorkerFailedError(RuntimeError):
 class _Worker:
     number: int
     pid: int = 0
-    ready: int = -1
     began: float = 0.0
     pause_s: float = FIRST_PAUSE_S
     due: float = 0.0
-    has_served: bool = False
 
 
 def supervise(count: int, work: Work, all_ready: Callable[[], None]) -> None:
     """Run workers until SIGTERM or SIGINT, and return when all of them have ended. Raises WorkerFailedError."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-    workers = [_Worker(number) for number in range(count)]
-    is_ready = False
+    workers, is_ready = [_Worker(number) for number in range(count)], False
+    # Memory that all share: each worker notes in its byte that it has served.
+    served = mmap.mmap(-1, count)
     try:
         while True:
             for worker in workers:
                 if not worker.pid and worker.due <= time.monotonic():
-                    _start(worker, workers, work, before)
-            if _await_signal(workers) in (signal.SIGTERM, signal.SIGINT):
+                    _start(worker, served, work, before)
+            if _await_signal(workers, is_ready=is_ready) in (signal.SIGTERM, signal.SIGINT):
                 return
             for worker in _reaped(workers):
-                if not worker.has_served:
+                if not served[worker.number]:
                     raise WorkerFailedError(f"worker {worker.number} did not start; its log says why")
                 log.error("a worker died, and is started again", worker=worker.number, pause_s=worker.pause_s)
-            for worker in workers:
-                _look(worker)
-            if not is_ready and all(worker.has_served for worker in workers):
+            if not is_ready and all(served[:]):
                 is_ready = True
                 all_ready()
     finally:
@@ -69,12 +67,11 @@ def supervise(count: int, work: Work, all_ready: Callable[[], None]) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterable[int]) -> None:
-    parent, (ready, serving) = os.getpid(), os.pipe()
+def _start(worker: _Worker, served: mmap.mmap, work: Work, mask: Iterable[int]) -> None:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
-        os.close(serving)
-        worker.pid, worker.ready, worker.began = pid, ready, time.monotonic()
+        worker.pid, worker.began = pid, time.monotonic()
         return
     status = 1
     try:
@@ -83,14 +80,12 @@ def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterab
         kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
             return
-        for each in (ready, *(other.ready for other in workers if other.ready >= 0)):
-            os.close(each)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # A shell that starts a command in the background has it ignore SIGINT, which must end a worker: see `_end`.
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def is_serving() -> None:
-            os.write(serving, b"1")
+            served[worker.number] = 1
 
         work(worker.number, is_serving)
         status = 0
@@ -105,11 +100,10 @@ def _start(worker: _Worker, workers: Iterable[_Worker], work: Work, mask: Iterab
         os._exit(status)
 
 
-def _await_signal(workers: Iterable[_Worker]) -> int | None:
+def _await_signal(workers: Iterable[_Worker], *, is_ready: bool) -> int | None:
     """Wait for a signal, or until a worker has to be started or looked at."""
     dues = [worker.due - time.monotonic() for worker in workers if not worker.pid]
-    looks = [_LOOK_S for worker in workers if worker.pid and worker.ready >= 0]
-    within_s = min([*dues, *looks], default=3600.0)
+    within_s = min([*dues, 3600.0 if is_ready else _LOOK_S])
     received = signal.sigtimedwait(_SIGNALS, max(0.0, within_s))
     return None if received is None else received.si_signo
 
@@ -120,27 +114,12 @@ def _reaped(workers: Iterable[_Worker]) -> list[_Worker]:
     for worker in workers:
         if not worker.pid or os.waitpid(worker.pid, os.WNOHANG)[0] != worker.pid:
             continue
-        # What it has written to the pipe is read before its end counts.
-        _look(worker)
         now = time.monotonic()
         lasted = now - worker.began > LASTING_S
         worker.pause_s = FIRST_PAUSE_S if lasted else min(worker.pause_s * 2, LONGEST_PAUSE_S)
         worker.pid, worker.due = 0, now + worker.pause_s
         ended.append(worker)
     return ended
-
-
-def _look(worker: _Worker) -> None:
-    if worker.ready < 0:
-        return
-    os.set_blocking(worker.ready, False)
-    try:
-        written = os.read(worker.ready, 1)
-    except BlockingIOError:
-        return
-    worker.has_served = worker.has_served or bool(written)
-    os.close(worker.ready)
-    worker.ready = -1
 
 
 def _end(workers: list[_Worker]) -> None:

@@ -22,7 +22,7 @@ from proxy.control.routes.transfer import MEDIA_TYPE as BUNDLE_TYPE
 from proxy.dataplane.app import OtherProxies
 from proxy.http.asgi import AsgiApp, Receive, Scope, Send
 from proxy.http.problems import problem_of
-from proxy.http.responses import send_response
+from proxy.http.responses import send_problem, send_response
 from proxy.refusals import RefusalError
 from proxy.workers import merging
 from proxy.workers.streams import PartCutError, ResponsePart, joined_backup, joined_trajectories, whole
@@ -100,9 +100,8 @@ class AllWorkers:
         except _RefusedError as refused:
             part = refused.part
         except RefusalError as refusal:
-            problem = problem_of(refusal)
-            named = {name.decode(): value.decode() for name, value in problem.headers()}
-            part = WorkerPart(problem.status, named, problem.body())
+            await send_problem(scope, receive, send, problem_of(refusal))
+            return
         # Merged, a part has another length than the worker's that it began with.
         kept = end_to_end(part.headers.items(), without=_OF_A_PART)
         headers = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in kept]
@@ -111,25 +110,25 @@ class AllWorkers:
     # -- parts -------------------------------------------------------------------------------------------------------
 
     async def _begin(self, number: int, scope: Scope) -> ResponsePart:
-        """Let a process begin its part; the caller closes it. Raises RefusalError: it does not answer."""
-        return await ResponsePart.begun(partial(self._others.request, number, scope))
+        """Let a process begin its part; the caller closes it. Raises RefusalError, _RefusedError."""
+        part = await ResponsePart.begun(partial(self._others.request, number, scope))
+        if part.status < 300:
+            return part
+        try:
+            raise _RefusedError(WorkerPart(part.status, part.headers, await whole(part)))
+        finally:
+            await part.aclose()
 
     async def _part(self, number: int, scope: Scope) -> WorkerPart:
         part = await self._begin(number, scope)
         try:
             return WorkerPart(part.status, part.headers, await whole(part))
-        except PartCutError as error:
-            raise RefusalError(503, "part", f"{error}. Try again.") from error
         finally:
             await part.aclose()
 
     async def _parts(self, scopes: Mapping[int, Scope]) -> list[WorkerPart]:
         """Return the parts of some workers, in their order. Raises RefusalError, _RefusedError."""
-        parts = await asyncio.gather(*(self._part(number, scope) for number, scope in scopes.items()))
-        for part in parts:
-            if part.status >= 300:
-                raise _RefusedError(part)
-        return parts
+        return await asyncio.gather(*(self._part(number, scope) for number, scope in scopes.items()))
 
     async def _of_each(self, scope: Scope) -> list[WorkerPart]:
         return await self._parts(dict.fromkeys(await self._others.numbers(scope), scope))
@@ -162,9 +161,6 @@ class AllWorkers:
             for each in begun:
                 if isinstance(each, BaseException):
                     raise each
-            for part in parts:
-                if part.status >= 300:
-                    raise _RefusedError(WorkerPart(part.status, part.headers, await whole(part)))
             response = StreamingResponse(_STREAMS[scope["path"]](parts), headers=_joined_headers(parts))
             try:
                 await response(scope, receive, send)
@@ -179,8 +175,6 @@ class AllWorkers:
         texts, headers = dict[int, bytes](), dict[str, str]()
         for number, part in zip(numbers, answers, strict=True):
             if isinstance(part, WorkerPart):
-                if part.status >= 300:
-                    raise _RefusedError(part)
                 texts[number], headers = part.body, part.headers
             elif not isinstance(part, RefusalError):
                 raise part
@@ -209,18 +203,12 @@ class AllWorkers:
         shown = [view if number in unseen else _EMPTY for number, view in zip(numbers, views, strict=True)]
         limit = int(query.get("limit", _USUAL))
         items, counts = merging.merged_page(shown, sort.removeprefix("-"), descending=sort.startswith("-"), limit=limit)
-        pages, taken = dict(zip(numbers, shown, strict=True)), dict(zip(numbers, counts, strict=True))
-        cut = {n: asking(n, taken[n]) for n in unseen if 0 < taken[n] < len(pages[n]["items"])}
+        lists = list(zip(numbers, shown, counts, strict=True))
+        cut = {number: asking(number, taken) for number, page, taken in lists if 0 < taken < len(page["items"])}
         places = dict(zip(cut, (orjson.loads(part.body)["next"] for part in await self._parts(cut)), strict=True))
         following = [
-            None
-            if not pages[number]["items"]
-            else places[number]
-            if number in cut
-            else pages[number]["next"]
-            if taken[number]
-            else cursors[number]
-            for number in numbers
+            places.get(number, page["next"] if taken or not page["items"] else cursors[number])
+            for number, page, taken in lists
         ]
         more = any(cursor is not None for cursor in following)
         total = sum(view["total"] for view in views)

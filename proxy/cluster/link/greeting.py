@@ -49,8 +49,21 @@ class Hello(NamedTuple):
             raise GreetingError(f"the peer speaks version {version}, and this member {VERSION}")
         return cls(member, boot, data[_HELLO.size :], is_tunnel)
 
+    def require(self, member: int, boot: int) -> None:
+        """Check that it comes from the start of a member that is meant. Raises GreetingError."""
+        if (self.member, self.boot) != (member, boot):
+            raise GreetingError("another member answers")
+
 
 def proof(secret: bytes, cluster: str, opener: Hello, acceptor: Hello, *, of_opener: bool) -> bytes:
     """Return the proof of one side; cluster is the cluster's name, so clusters with one secret stay apart."""
     side = b"opener proof\0" if of_opener else b"acceptor proof\0"
     return hmac.new(secret, side + opener.pack() + acceptor.pack() + cluster.encode(), sha256).digest()
+
+
+def require_proof(
+    received: bytes, secret: bytes, cluster: str, opener: Hello, acceptor: Hello, *, of_opener: bool
+) -> None:
+    """Check the proof of one side; see `proof`. Raises GreetingError."""
+    if not hmac.compare_digest(received, proof(secret, cluster, opener, acceptor, of_opener=of_opener)):
+        raise GreetingError("a peer does not have the cluster's secret")

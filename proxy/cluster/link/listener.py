@@ -1,16 +1,23 @@
 """Accepts the connections of peers, which then are HTTP connections to this member's application."""
 
 import asyncio
-import hmac
 import secrets
 import socket
 from typing import TYPE_CHECKING, cast
 
 import structlog
-from typing_extensions import override
 
-from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
+from proxy.cluster.link.greeting import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    GreetingError,
+    Hello,
+    proof,
+    require_proof,
+)
 from proxy.cluster.postgres.joining import Membership
+from sandboxes.task_owner import TaskOwner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,99 +35,65 @@ class PeerListener:
     """Accepts peers."""
 
     def __init__(self, secret: bytes, membership: Membership) -> None:
-        self.secret, self.membership = secret, membership
+        self._secret, self._membership = secret, membership
         self.make_http: Callable[[Hello], asyncio.Protocol] | None = None
         self._server: asyncio.Server | None = None
-        # In the order in which they came.
-        self._unproven: dict[_Greeting, None] = {}
-        self._given: set[asyncio.Transport] = set()
+        self._unproven: dict[asyncio.StreamWriter, None] = {}  # In the order in which they came.
+        # Writers of the application's connections: one that is not kept closes its connection.
+        self._given: set[asyncio.StreamWriter] = set()
+        self._tasks = TaskOwner()
 
     async def serve(self, listener: socket.socket) -> None:
         """Accept peers on a socket that listens already."""
-        self._server = await asyncio.get_running_loop().create_server(lambda: _Greeting(self), sock=listener)
+        self._server = await asyncio.start_server(self._admit, sock=listener)
 
     def close(self) -> None:
         """Close all connections. Requests on them are made again elsewhere."""
         if self._server is not None:
             self._server.close()
-        for connection in tuple(self._unproven):
-            connection.abort()
-        for transport in self._given:
-            transport.abort()
+        for writer in (*self._unproven, *self._given):
+            writer.transport.abort()
 
-    def admit(self, connection: "_Greeting") -> None:
-        """Note a connection that has proven nothing yet, and make room for it."""
+    def _admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._unproven) >= MAX_UNPROVEN:
             oldest = next(iter(self._unproven))
-            self.discard(oldest)
-            oldest.abort()
-        self._unproven[connection] = None
+            del self._unproven[oldest]
+            oldest.transport.abort()
+        self._unproven[writer] = None
+        self._tasks.spawn("greet a peer", self._greet(reader, writer))
 
-    def discard(self, connection: "_Greeting") -> None:
-        """Forget a connection that is closed, or has proven the secret."""
-        self._unproven.pop(connection, None)
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        cluster, number, boot = self._membership
+        try:
+            async with asyncio.timeout(HANDSHAKE_S):
+                # 1. The answer proves the secret, so the opener sends its proof only to a member.
+                hello = Hello.unpack(await reader.readexactly(HELLO_BYTES))
+                own = Hello(number, boot, secrets.token_bytes(NONCE_BYTES))
+                writer.write(own.pack() + proof(self._secret, cluster, hello, own, of_opener=False))
+                # 2. Nothing of a peer is handled before its proof.
+                proven = await reader.readexactly(PROOF_BYTES)
+                require_proof(proven, self._secret, cluster, hello, own, of_opener=True)
+        except GreetingError as error:
+            log.warning("a connection of a peer was closed", reason=str(error))
+            writer.transport.abort()
+        except (OSError, EOFError, TimeoutError):
+            writer.transport.abort()
+        else:
+            await self._give(hello, reader, writer)
+        finally:
+            self._unproven.pop(writer, None)
 
-    def give(self, hello: Hello, transport: asyncio.Transport, rest: bytes) -> None:
+    async def _give(self, hello: Hello, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Give the application a connection of a peer, with what has come on it."""
-        if self.make_http is None:
-            transport.abort()
+        if self.make_http is None or writer.is_closing():
+            writer.transport.abort()
             return
-        protocol = self.make_http(hello)
-        self._given = {each for each in self._given if not each.is_closing()} | {transport}
+        protocol, transport = self.make_http(hello), cast("asyncio.Transport", writer.transport)
+        self._given = {each for each in self._given if not each.is_closing()} | {writer}
+        # From here on, the reader gets no more, and returns what it has without waiting.
         transport.set_protocol(protocol)
+        reader.feed_eof()
+        rest = await reader.read()
         protocol.connection_made(transport)
         if rest:
             protocol.data_received(rest)
-
-
-class _Greeting(asyncio.Protocol):
-    """A connection until its peer has proven the secret."""
-
-    def __init__(self, listener: PeerListener) -> None:
-        self._listener, self._held = listener, bytearray()
-        self._hello: Hello | None = None
-        self._own = Hello(0, 0, b"")
-
-    @override
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)
-        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_S, self.abort)
-        self._listener.admit(self)
-
-    @override
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._listener.discard(self)
-
-    @override
-    def data_received(self, data: bytes) -> None:
-        self._held += data
-        try:
-            self._greet()
-        except GreetingError as error:
-            log.warning("a connection of a peer was closed", reason=str(error))
-            self.abort()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def _greet(self) -> None:
-        secret, member = self._listener.secret, self._listener.membership
-        # 1. The opener's greeting. The answer proves the secret, so the opener sends its proof only to a member.
-        if self._hello is None:
-            if len(self._held) < HELLO_BYTES:
-                return
-            self._hello = Hello.unpack(bytes(self._held[:HELLO_BYTES]))
-            self._own = Hello(member.number, member.boot, secrets.token_bytes(NONCE_BYTES))
-            own_proof = proof(secret, member.cluster, self._hello, self._own, of_opener=False)
-            self._transport.write(self._own.pack() + own_proof)
-        # 2. The opener's proof. Nothing of a peer is handled before it.
-        size = HELLO_BYTES + PROOF_BYTES
-        if len(self._held) < size:
-            return
-        expected = proof(secret, member.cluster, self._hello, self._own, of_opener=True)
-        if not hmac.compare_digest(bytes(self._held[HELLO_BYTES:size]), expected):
-            raise GreetingError("a peer does not have the cluster's secret")
-        self._timer.cancel()
-        self._listener.discard(self)
-        self._listener.give(self._hello, self._transport, bytes(self._held[size:]))

@@ -7,7 +7,7 @@ Theory of operation:
    has ended is used again.
 2. The request goes as it came, with one header more (`Passed`). Bodies are passed on in both directions as they come,
    so a slow reader holds up the writer. A connection that is closed is a client that has left.
-3. A peer that does not have the task answers 421 with the header `VIEW`. It passes nothing on.
+3. A peer that does not have the task answers 421 with the header `ELSEWHERE`. It passes nothing on.
 4. A connection that becomes a stream (WebSocket, Docker) has a connection to the peer of its own (`connection`).
    The agent's bytes come on it, so the peer trusts its first request only (`Tunnelled`).
 5. What members ask each other is a request too, to the path `ASK`.
@@ -16,19 +16,26 @@ Theory of operation:
 """
 
 import asyncio
-import hmac
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NamedTuple, Self, cast
+from typing import NamedTuple, Self
 from urllib.parse import quote, unquote
 
 import structlog
 from typing_extensions import override
 
-from proxy.cluster.link.greeting import HELLO_BYTES, NONCE_BYTES, PROOF_BYTES, GreetingError, Hello, proof
+from proxy.cluster.link.greeting import (
+    HELLO_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    GreetingError,
+    Hello,
+    proof,
+    require_proof,
+)
 from proxy.cluster.postgres.database import Peer
 from proxy.cluster.postgres.joining import Membership
 from proxy.http.asgi import Scope
@@ -40,8 +47,8 @@ from sandboxes.tool_clients.http1 import MalformedResponseError, ReaderConnectio
 
 log = structlog.get_logger()
 
-VIEW = "x-forkpoint-view"
-"""The header with the view that a peer without the task knows."""
+ELSEWHERE = "x-forkpoint-view"
+"""The header of a peer that does not have the task. Earlier releases read its value, the view that the peer knows."""
 PEER = "forkpoint.peer"
 """The key of a peer's greeting in the `state` of the requests on its connection."""
 TUNNEL = "forkpoint.tunnel"
@@ -192,10 +199,11 @@ class Passing:
             connection.abort()
 
     async def lives(self, peer: Peer) -> bool:
-        """Return whether a peer answers."""
+        """Return whether a peer answers in time."""
         try:
-            await self.request(peer, _PING, b"", WholeResponse())
-        except PeerLostError:
+            async with asyncio.timeout(SILENT_S):
+                await self.request(peer, _PING, b"", WholeResponse())
+        except (PeerLostError, TimeoutError):
             return False
         return True
 
@@ -250,7 +258,8 @@ class Passing:
                 writer.write(hello.pack())
                 greeting = await reader.readexactly(HELLO_BYTES + PROOF_BYTES)
                 answered = Hello.unpack(greeting[:HELLO_BYTES])
-                _require(self._secret, member.cluster, hello, greeting, peer)
+                require_proof(greeting[HELLO_BYTES:], self._secret, member.cluster, hello, answered, of_opener=False)
+                answered.require(peer.number, peer.boot)
                 writer.write(proof(self._secret, member.cluster, hello, answered, of_opener=True))
         except (OSError, EOFError, TimeoutError, GreetingError) as error:
             if writer is not None:
@@ -260,33 +269,13 @@ class Passing:
 
     async def _watch(self, peer: Peer, to: _Connections) -> None:
         """Ask a peer whether it lives as long as requests are unanswered."""
-        pinged = cast("PeerConnection | None", None)
-        try:
-            while True:
-                await asyncio.sleep(PING_S)
-                if not to.busy:
-                    return
-                async with asyncio.timeout(SILENT_S):
-                    pinged = await self._connection(peer, to)
-                    await converse(pinged, _PING, b"", WholeResponse(), silence_s=SILENT_S)
-                pinged.rest()
-                to.idle.append(pinged)
-                pinged = None
-        except (OSError, MalformedResponseError, TimeoutError, PeerLostError) as error:
-            log.warning("a peer is silent", member=peer.name, reason=str(error))
-            for connection in (*to.busy, *to.idle):
-                connection.abort()
-        finally:
-            to.is_watched = False
-            if pinged is not None:
-                pinged.abort()
-
-
-def _require(secret: bytes, cluster: str, hello: Hello, greeting: bytes, peer: Peer) -> None:
-    """Check that a peer has proven the secret, and that it is the start of the member that is meant."""
-    answered = Hello.unpack(greeting[:HELLO_BYTES])
-    expected = proof(secret, cluster, hello, answered, of_opener=False)
-    if not hmac.compare_digest(greeting[HELLO_BYTES:], expected):
-        raise GreetingError("it does not have the cluster's secret")
-    if (answered.member, answered.boot) != (peer.number, peer.boot):
-        raise GreetingError("another member answers")
+        while True:
+            await asyncio.sleep(PING_S)
+            if not to.busy:
+                break
+            if not await self.lives(peer):
+                log.warning("a peer is silent", member=peer.name)
+                for connection in (*to.busy, *to.idle):
+                    connection.abort()
+                break
+        to.is_watched = False

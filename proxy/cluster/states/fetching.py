@@ -51,18 +51,17 @@ class UnreachableStateError(SandboxError):
 class Fetcher:
     """Fetches the states of the tasks that this member owns."""
 
-    def __init__(self, objects: ObjectStore, engine: Engine, states_of: StatesOf, folder: Path) -> None:
+    def __init__(
+        self, objects: ObjectStore, engine: Engine, states_of: StatesOf, folder: Path, tasks: TaskOwner
+    ) -> None:
         self._objects, self._engine, self._states_of, self._folder = objects, engine, states_of, folder
         self._imports: dict[int, StateImport] = {}
         self._fetches: dict[int, asyncio.Task[str]] = {}
         self._bytes_per_s = FIRST_BYTES_PER_S
-        self._avoid_until = 0.0
-        self._tasks = TaskOwner()
+        self._avoid_until, self._tasks = 0.0, tasks
 
-    async def aclose(self) -> None:
-        """End all fetches."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+    def close(self) -> None:
+        """End all imports. No fetch may be running."""
         for tree in tuple(self._imports):
             self._imports.pop(tree).close()
 
@@ -76,7 +75,8 @@ class Fetcher:
         # A state that turns out to be damaged is not kept any more, so the loop ends.
         while (better := candidate(node, plan, states.kept, costs)) is not None:
             line, only = states.kept[better.node.id], math.isinf(better.saved_s)
-            if not only and (self._expected_s(line) > better.saved_s or time.monotonic() < self._avoid_until):
+            expected_s = REQUEST_S + line.size_bytes / self._bytes_per_s
+            if not only and (expected_s > better.saved_s or time.monotonic() < self._avoid_until):
                 return False
             running = self._begin(states, tree, better.node, line, porter)
             # Not `wait_for`: the fetch goes on for the next call.
@@ -105,9 +105,6 @@ class Fetcher:
             running = self._fetches[line.node] = self._tasks.spawn("fetch a state", work, awaited=True)
             running.add_done_callback(lambda _: self._fetches.pop(line.node, None))
         return running
-
-    def _expected_s(self, line: Kept) -> float:
-        return REQUEST_S + line.size_bytes / self._bytes_per_s
 
     async def _fetch(self, states: TaskStates, tree: Tree, node: Node, line: Kept, porter: Porter) -> str:
         """Fetch a state and attach it to its node; return why that was not possible, or an empty text."""
@@ -182,13 +179,11 @@ class Fetcher:
             states.owned.write([Unkept(line.node)])
 
     def _note_speed(self, size_bytes: int, seconds: float) -> None:
+        self._engine.counts.states.bytes_fetched += size_bytes
         # Small states say nothing of the bytes a second.
         if size_bytes > 1 << 20:
             measured = size_bytes / max(seconds - REQUEST_S, 1e-3)
             self._bytes_per_s += 0.3 * (measured - self._bytes_per_s)
-            self._engine.counts.states.bytes_fetched += size_bytes
-        else:
-            self._engine.counts.states.bytes_fetched += max(0, size_bytes)
 
 
 async def read_manifest(objects: ObjectStore, states: TaskStates, line: Kept) -> StateManifest:

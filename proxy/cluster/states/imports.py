@@ -4,10 +4,9 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import BinaryIO
-from uuid import uuid4
 
 from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, ManifestError, StateManifest, require_intact
 from proxy.cluster.states.objects import MissingObjectError, ObjectSizeError, ObjectStore
@@ -29,19 +28,15 @@ class DamagedStateError(Exception):
         self.name = name  # Name of the object, relative to the task's objects.
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    sha256: str
-    task: "asyncio.Task[None]"
-
-
 class StateImport:
     """Fetches states into a driver. The driver keeps their units until `close`, and those of snapshots afterwards."""
 
     def __init__(self, states: TaskStates, porter: Porter, objects: ObjectStore, folder: Path) -> None:
         self._states, self._objects, self._folder = states, objects, folder
         self.users, self.used_at, self.size_bytes = 0, time.monotonic(), 0
-        self._units: dict[str, _Unit] = {}
+        self._units: dict[
+            str, tuple[str, asyncio.Task[None]]
+        ] = {}  # By name: the digest, and the task that fetches it.
         self._writing = asyncio.Lock()
         self._tasks = TaskOwner()
         with ExitStack() as stack:
@@ -50,8 +45,8 @@ class StateImport:
 
     def fits(self, manifest: StateManifest) -> bool:
         """Return whether the units of a state are not other ones under the same names: members choose names."""
-        named = ((self._units.get(unit.name), unit.sha256) for unit in manifest.state.units)
-        return all(known is None or known.sha256 == digest for known, digest in named)
+        units = manifest.state.units
+        return all(self._units[unit.name][0] == unit.sha256 for unit in units if unit.name in self._units)
 
     def close(self) -> None:
         """End the import. No request may be using it."""
@@ -71,23 +66,21 @@ class StateImport:
             self.used_at = time.monotonic()
 
     async def _unit(self, unit: UnitRef, chunks: Sequence[ChunkRef]) -> None:
-        known = self._units.get(unit.name)
-        if known is None:
-            task = self._tasks.spawn("fetch a unit", self._fetch_unit(unit, chunks), awaited=True)
-            known = self._units[unit.name] = _Unit(unit.sha256, task)
+        if unit.name not in self._units:
+            work = self._fetch_unit(unit, chunks)
+            self._units[unit.name] = unit.sha256, self._tasks.spawn("fetch a unit", work, awaited=True)
+        known = self._units[unit.name]
         try:
             # Several states may wait for it.
-            await asyncio.shield(known.task)
+            await asyncio.shield(known[1])
         except BaseException:
-            if known.task.done() and self._units.get(unit.name) is known:
+            if known[1].done() and self._units.get(unit.name) is known:
                 # Not cancelled by this caller alone: it failed, and a later state tries again.
                 del self._units[unit.name]
             raise
 
     async def _fetch_unit(self, unit: UnitRef, chunks: Sequence[ChunkRef]) -> None:
-        path = self._folder / uuid4().hex
-        with path.open("w+b") as file:
-            path.unlink()
+        with TemporaryFile(dir=self._folder) as file:
             for start in range(0, len(chunks), GETS):
                 group = chunks[start : start + GETS]
                 for data in await asyncio.gather(*map(self._chunk, group)):

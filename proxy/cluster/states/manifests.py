@@ -61,6 +61,10 @@ class StateManifest(BaseModel):
         """Names of the chunks."""
         return frozenset(chunk.name for chunk in chain(*self.chunks))
 
+    def packed(self) -> bytes:
+        """Return the manifest as bytes."""
+        return self.model_dump_json().encode()
+
     @property
     def size_bytes(self) -> int:
         """Bytes of all units."""
@@ -86,11 +90,6 @@ def require_intact(name: str, data: bytes) -> None:
     """Check that an object has the bytes that it was written with. Raises ManifestError: it has others."""
     if sha256(data).hexdigest() != name.partition("/")[2]:
         raise ManifestError(f"the object {name} is not what was written")
-
-
-def encode(manifest: StateManifest) -> bytes:
-    """Return a manifest as bytes."""
-    return manifest.model_dump_json().encode()
 
 
 def decode(name: str, data: bytes, node: int) -> StateManifest:

@@ -2,8 +2,8 @@
 
 Theory of operation:
 
-1. A state that was kept waits for `DELAY_S` in a queue. Nothing waits for the queue: if it is full, the state that has
-   waited longest goes without being sent.
+1. A state that was kept waits for `DELAY_S`, in a task of its own, and then for the states of its task before it. If
+   too many wait, the one that has waited longest goes without being sent.
 2. A state whose replay would be short is not sent (`worth.replay_s`). But a state in which a rollout is goes in any
    case, unless a replay surely reaches it: without it, the rollout would be lost with this machine.
 3. The driver packs the state's units. Their chunks are written, unless the store has them from an earlier state. Then
@@ -17,14 +17,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import structlog
 
-from proxy.cluster.gate import ClusterGate
+from proxy.cluster.edits import tree_lines
 from proxy.cluster.lines import Kept
-from proxy.cluster.owned import DroppedError
-from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, StateManifest, encode, name_of
+from proxy.cluster.owned import DroppedError, Owned
+from proxy.cluster.states.manifests import CHUNK_BYTES, ChunkRef, StateManifest, name_of
 from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.cluster.states.task_states import StatesOf, StoredUnit, TaskStates
 from proxy.cluster.states.worth import WORTH_S, replay_s
@@ -51,17 +51,22 @@ LONGEST_PAUSE_S = 60.0
 """How long sending pauses at most after the store has failed, in seconds."""
 
 
-class _Key(NamedTuple):
-    tree: int
-    node: int
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Waiting:
     tree: Tree
     node: Node
-    due: float
-    attempts: int = 0
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # Set when it may wait no longer.
+    is_sent: bool = False  # Whether the store gets it just now.
+    job: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.tree.id, self.node.id
+
+    async def until(self, time: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(time):
+                await self.hurry.wait()
 
 
 @dataclass(slots=True)
@@ -106,127 +111,99 @@ class _Chunks:
 class Sender:
     """Sends the states of the tasks that this member owns."""
 
-    def __init__(
-        self, objects: ObjectStore, engine: Engine, gate: ClusterGate, states_of: StatesOf, *, bytes_per_s: int
-    ) -> None:
-        self._objects, self._engine, self._gate, self._states_of = objects, engine, gate, states_of
-        self._pace = Pace(bytes_per_s)
-        self._waiting: dict[_Key, _Waiting] = {}
-        self._busy: set[str] = set()
-        self._hurried: set[str] = set()
-        self._changed = asyncio.Event()
-        self._resume_at, self._pause_s = 0.0, 1.0
-        self._tasks = TaskOwner()
-
-    def start(self) -> None:
-        """Begin to send."""
-        for number in range(SENDERS):
-            self._tasks.spawn(f"send states {number}", self._work())
-
-    async def aclose(self) -> None:
-        """Send nothing more."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+    def __init__(self, objects: ObjectStore, engine: Engine, states_of: StatesOf, tasks: TaskOwner) -> None:
+        self._objects, self._engine, self._states_of = objects, engine, states_of
+        self._pace, self._slots = Pace(engine.settings.store_bytes_per_s), asyncio.Semaphore(SENDERS)
+        # By tree and node; the one that has waited longest is the first.
+        self._waiting: dict[tuple[int, int], _Waiting] = {}
+        self._resume_at, self._pause_s, self._tasks = 0.0, 1.0, tasks
 
     def add(self, tree: Tree, node: Node) -> None:
-        """Note that a node has a snapshot, or that a rollout has come to it. 1 us."""
+        """Note that a node has a snapshot, or that a rollout has come to it."""
         # One that waits keeps its place, or a group that comes to it one by one would hold it up.
-        if _Key(tree.id, node.id) not in self._waiting:
-            self._put(_Waiting(tree, node, asyncio.get_running_loop().time() + DELAY_S))
+        if (tree.id, node.id) in self._waiting:
+            return
+        waiting = self._waiting[tree.id, node.id] = _Waiting(tree, node)
+        waiting.job = self._tasks.spawn("send a state", self._send(waiting))
+        if len(self._waiting) > MAX_WAITING:
+            oldest = next(each for each in self._waiting.values() if not each.is_sent)
+            self._forget(oldest)
+            assert oldest.job is not None
+            oldest.job.cancel()
 
-    async def flush(self, task: str, *, within_s: float) -> None:
-        """Send what waits of a task now, and return when that is done or the time is over."""
-        self._hurried.add(task)
+    def _forget(self, waiting: _Waiting) -> None:
+        if self._waiting.get(waiting.key) is waiting:
+            del self._waiting[waiting.key]
+
+    async def flush(self, owned: Owned, within_s: float) -> None:
+        """Send what waits of a task that is about to be handed over, and return when that is done or time is over."""
         try:
             async with asyncio.timeout(within_s):
-                while any(self._task_of(each) == task for each in tuple(self._waiting.values())) or task in self._busy:
-                    self._changed.set()
-                    await asyncio.sleep(0.05)
+                while jobs := [each.job for each in self._waiting.values() if self._hurries(each, owned)]:
+                    await asyncio.wait([job for job in jobs if job is not None])
         except TimeoutError:
-            log.warning("not all kept states were sent in time: the next owner replays", task=task)
-        finally:
-            self._hurried.discard(task)
+            log.warning("not all kept states were sent in time: the next owner replays", task=owned.task)
 
-    def _put(self, waiting: _Waiting) -> None:
-        # Behind another state, it changes what comes next only if that one waits for its task.
-        if not self._waiting or self._busy:
-            self._changed.set()
-        self._waiting[_Key(waiting.tree.id, waiting.node.id)] = waiting
-        while len(self._waiting) > MAX_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-
-    def _task_of(self, waiting: _Waiting) -> str:
+    def _hurries(self, waiting: _Waiting, owned: Owned) -> bool:
+        """Let a state of a task wait no longer; return False for one of another task."""
         states = self._states_of(waiting.tree.id)
-        return "" if states is None else states.owned.task
-
-    async def _work(self) -> None:
-        while True:
-            self._changed.clear()
-            waiting, pause_s = self._next()
-            if waiting is None:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await self._changed.wait()
-                continue
-            states = self._states_of(waiting.tree.id)
-            if states is None or not self._is_worth(waiting, states):
-                continue
-            self._busy.add(states.owned.task)
-            try:
-                await self._send(waiting, states)
-            finally:
-                self._busy.discard(states.owned.task)
-                # A state of the same task may wait.
-                self._changed.set()
-
-    def _next(self) -> tuple[_Waiting | None, float | None]:
-        """Take the next state; otherwise return None, and after how many seconds to look again (None: on a change)."""
-        now = asyncio.get_running_loop().time()
-        if self._resume_at > now and not self._hurried:
-            return None, self._resume_at - now
-        for key, waiting in tuple(self._waiting.items()):
-            task = self._task_of(waiting)
-            if task in self._busy:
-                continue
-            if waiting.due > now and task not in self._hurried:
-                # Those behind it came later.
-                return None, waiting.due - now
-            del self._waiting[key]
-            return waiting, None
-        return None, None
-
-    def _is_worth(self, waiting: _Waiting, states: TaskStates) -> bool:
-        """Return whether a state that has waited can be sent, and a takeover would need it. O(calls of `WORTH_S`)."""
-        tree, node = waiting.tree, waiting.node
-        porter, snapshot = porter_of(self._engine.drivers.get(tree.spec.driver)), self._engine.cache.of(node)
-        if porter is None or snapshot is None or node.detached or not porter.carries(snapshot.kind):
+        if states is None or states.owned is not owned:
             return False
-        states.here.add(node.id)
-        costs = self._engine.cache.costs[tree.spec.driver]
-        if node.id in states.kept:
-            return False
-        is_needed = any(rollout.node is node for rollout in self._engine.walkers.of(tree.id))
-        return replay_s(node, states.kept, costs, proven=is_needed) > WORTH_S
+        waiting.hurry.set()
+        return True
 
-    async def _send(self, waiting: _Waiting, states: TaskStates) -> None:
-        tree, node = waiting.tree, waiting.node
-        porter = porter_of(self._engine.drivers.get(tree.spec.driver))
-        assert porter is not None
+    async def _send(self, waiting: _Waiting) -> None:
+        clock, attempts = asyncio.get_running_loop().time, 0
+        due = clock() + DELAY_S
         try:
-            async with states.changing:
-                await self._write(states, tree, node, porter)
+            while attempts < ATTEMPTS:
+                await waiting.until(max(due, self._resume_at))
+                states = self._states_of(waiting.tree.id)
+                if states is None:
+                    return
+                async with states.changing, self._slots:
+                    # The store may have failed since.
+                    if self._resume_at > clock() and not waiting.hurry.is_set():
+                        continue
+                    waiting.is_sent = True
+                    if await self._attempt(waiting.tree, waiting.node, states):
+                        return
+                    waiting.is_sent = False
+                    attempts += 1
+        finally:
+            # Without an await since it was looked at: a rollout that comes to it now is noted.
+            self._forget(waiting)
+
+    async def _attempt(self, tree: Tree, node: Node, states: TaskStates) -> bool:
+        """Send a state, if a takeover would need it; return False if the store has failed."""
+        porter = porter_of(self._engine.drivers.get(tree.spec.driver))
+        if porter is None or not self._is_worth(tree, node, porter, states):
+            return True
+        try:
+            await self._write(states, tree, node, porter)
         except ObjectStoreError as error:
             states.has_garbage = True
             self._pause(error)
-            if waiting.attempts + 1 < ATTEMPTS:
-                self._put(_Waiting(tree, node, waiting.due, waiting.attempts + 1))
+            return False
         except (OSError, ValueError, NotFreezableError) as error:
             # It was evicted meanwhile, or cannot travel.
             log.debug("a kept state was not sent", node=node.id, error=str(error))
         except DroppedError:
-            return
+            pass
         else:
             self._pause_s = 1.0
+        return True
+
+    def _is_worth(self, tree: Tree, node: Node, porter: Porter, states: TaskStates) -> bool:
+        """Return whether a state can be sent, and a takeover would need it. O(calls of `WORTH_S`)."""
+        snapshot = self._engine.cache.of(node)
+        if snapshot is None or node.detached or not porter.carries(snapshot.kind):
+            return False
+        states.here.add(node.id)
+        if node.id in states.kept:
+            return False
+        is_needed = any(rollout.node is node for rollout in self._engine.walkers.of(tree.id))
+        return replay_s(node, states.kept, self._engine.cache.costs[tree.spec.driver], proven=is_needed) > WORTH_S
 
     def _pause(self, error: ObjectStoreError) -> None:
         self._engine.counts.failure("store")
@@ -243,10 +220,12 @@ class Sender:
         units, chunks = [unit for unit, _ in stored], tuple(chunks for _, chunks in stored)
         state = state_line(frozen, units, node=node.id, cost_s=snapshot.cost_s)
         manifest = StateManifest(state=state, chunks=chunks)
-        data = encode(manifest)
+        data = manifest.packed()
         line = Kept(node.id, name_of(view, data), manifest.size_bytes)
         await self._put_object(states, line.name, data)
-        await self._gate.write_kept(states.owned, tree, line)
+        # Behind the digest of the tree's root state.
+        await states.owned.write([*tree_lines(self._engine.store.copies, states.owned, tree), line])
+        states.kept[line.node] = line
         states.note_manifest(line, manifest)
         self._engine.counts.states.sent += 1
 

@@ -12,6 +12,7 @@ from proxy.cluster.states.sweeping import Sweeper
 from proxy.cluster.states.task_states import TaskStates
 from proxy.engine import Engine
 from proxy.lifecycle import BackgroundWork
+from sandboxes.task_owner import TaskOwner
 
 log = structlog.get_logger()
 
@@ -23,7 +24,7 @@ class SharedStates:
     """Sends, fetches and deletes kept states. Implements `proxy.execution.gate.KeptElsewhere`."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._objects = objects
+        self._objects, self._tasks = objects, TaskOwner()
 
     def attach(self, engine: Engine, gate: ClusterGate) -> None:
         """Take the engine and its gate, which are created with this object and are not open yet."""
@@ -31,29 +32,25 @@ class SharedStates:
         self._gate, self._engine = gate, engine
         self._folder = engine.settings.data / "cluster" / "incoming"
         self._known: dict[str, TaskStates] = {}
-        self._sender = Sender(objects, engine, gate, self.of, bytes_per_s=engine.settings.store_bytes_per_s)
-        self._fetcher = Fetcher(objects, engine, self.of, self._folder)
+        self._sender = Sender(objects, engine, self.of, self._tasks)
+        self._fetcher = Fetcher(objects, engine, self.of, self._folder, self._tasks)
         self._sweeper = Sweeper(objects, engine.snapshots)
         recordings = SharedRecordings(objects, engine, self.of, self._folder)
         self.send_recordings, self.fetch_recordings = recordings.send, recordings.fetch
-        self.fetch, self.stepped = self._fetcher.fetch, self._sender.add
+        self.fetch, self.stepped, self.flush = self._fetcher.fetch, self._sender.add, self._sender.flush
         engine.lifecycle.background.append(BackgroundWork("states", TIDY_EVERY_S, self.tidy))
 
     def open(self) -> None:
-        """Begin to send, and remove what a kill left of states that arrived."""
+        """Remove what a kill left of states that arrived."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.iterdir():
             file.unlink()
-        self._sender.start()
 
     async def aclose(self) -> None:
         """Send and fetch nothing more."""
-        await self._sender.aclose()
-        await self._fetcher.aclose()
-
-    async def flush(self, owned: Owned, within_s: float) -> None:
-        """Send what waits of a task that is about to be handed over, for so long."""
-        await self._sender.flush(owned.task, within_s=within_s)
+        self._tasks.cancel()
+        await self._tasks.wait()
+        self._fetcher.close()
 
     def of(self, tree: int) -> TaskStates | None:
         """Return the states of the task that a tree belongs to; None if this member does not own it."""

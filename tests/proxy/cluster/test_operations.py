@@ -29,33 +29,24 @@ class Cluster:
         most: How many were on their way at once, at most.
     """
 
-    number = 1
-
     def __init__(self, *loads: LoadAnswer | None) -> None:
         self.loads, self.handed, self.most = loads, list[str](), 0
         self._under_way = 0
         self.database = SimpleNamespace(members=self.members)
         self.operations = Operations(cast("Any", self), cast("Any", None))
 
-    @property
-    def load(self) -> LoadAnswer | None:
-        return self.loads[0]
-
     async def members(self) -> list[tuple[Peer, int]]:
         return [(Peer(at, 1, f"m{at}", "", alive=True), 0) for at, _ in enumerate(self.loads, 1)]
 
     async def ask(self, number: int, question: Message) -> Message | None:
-        if isinstance(question, HandQuestion):
-            return await self.hand_to(question.task, question.target)
-        return self.loads[number - 1]
-
-    async def hand_to(self, task: str, _target: int) -> DrainAnswer:
+        if not isinstance(question, HandQuestion):
+            return self.loads[number - 1]
         self._under_way += 1
         self.most = max(self.most, self._under_way)
         await asyncio.sleep(0)
         self._under_way -= 1
-        self.handed.append(task)
-        return DrainAnswer(int(task != "stays"), int(task == "stays"))
+        self.handed.append(question.task)
+        return DrainAnswer(int(question.task != "stays"), int(question.task == "stays"))
 
     def rebalance(self, query: str = "") -> dict[str, Any]:
         return asyncio.run(self.operations.answer("POST", PATH, query))

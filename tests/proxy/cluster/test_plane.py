@@ -10,9 +10,10 @@ import pytest
 from proxy.cluster.gate import ORIGIN, Origin
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.link.greeting import Hello
-from proxy.cluster.link.passing import ASK, PEER, VIEW, Passed
+from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, Passed
+from proxy.cluster.named_task import NamedTask
 from proxy.cluster.owned import Owned
-from proxy.cluster.plane import ClusterPlane, PassedUpload
+from proxy.cluster.plane import ClusterPlane, HeldBody, PassedUpload
 from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -44,7 +45,7 @@ class Owner:
         self.plane = ClusterPlane.__new__(ClusterPlane)
         self.plane._is_leaving = False
         self.plane._member = cast("Any", SimpleNamespace(
-            gate=SimpleNamespace(owned={"t": self.owned}), adopt=lambda *_: None, locate=self._locate,
+            gate=SimpleNamespace(owned={"t": self.owned}), supersede=lambda *_: None, locate=self._locate,
         ))  # fmt: skip
         monkeypatch.setattr(DataPlane, "__call__", self._answer)
 
@@ -103,7 +104,7 @@ def test_a_call_of_a_dropped_task_is_answered_elsewhere(monkeypatch: pytest.Monk
         owner = Owner(monkeypatch)
         owner.drops = True
         status, headers = await owner.pass_on(4)
-        assert (status, headers[VIEW.encode()]) == (421, b"0")
+        assert (status, headers[ELSEWHERE.encode()]) == (421, b"0")
 
     asyncio.run(go())
 
@@ -114,7 +115,7 @@ def test_a_call_for_another_view_is_not_taken(monkeypatch: pytest.MonkeyPatch) -
     async def go() -> None:
         owner = Owner(monkeypatch)
         status, headers = await owner.pass_on(4, view=2)
-        assert (status, headers[VIEW.encode()], owner.origins) == (421, b"9", [])
+        assert (status, ELSEWHERE.encode() in headers, owner.origins) == (421, True, [])
 
     asyncio.run(go())
 
@@ -130,6 +131,30 @@ def test_what_its_ingress_makes_no_more_is_late(monkeypatch: pytest.MonkeyPatch)
         await owner.pass_on(5, oldest=5)
         await owner.pass_on(4, oldest=4)
         assert [origin.is_current() for origin in owner.origins] == [False, True, False]
+
+    asyncio.run(go())
+
+
+def test_a_call_of_an_own_agent_is_never_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It came here, so no copy of it is on its way. It may be one that is made again beside a younger one."""
+
+    async def go() -> None:
+        owner = Owner(monkeypatch)
+        owner.log = asyncio.Semaphore(9)
+        owner.owned.floors.note(HELLO.member, HELLO.boot, 100)
+        owner.plane._member.ingress, owner.plane._member.hello = Ingress(), HELLO  # type: ignore[misc]
+
+        async def route(_task: TaskIngress, _call: object, here: Any, _away: object, *, creates: bool) -> Any:
+            assert creates
+            return await here(owner.owned)
+
+        async def send(_message: AsgiMessage) -> None:
+            pass
+
+        owner.plane._forwarder = cast("Any", SimpleNamespace(route=route))
+        scope = {"type": "http", "method": "POST", "raw_path": b"/t/t", "query_string": b"", "headers": []}
+        await owner.plane._answer(NamedTask("t", "1", creates=True), scope, HeldBody(b"x", never), never, send)
+        assert owner.origins[0].is_current()
 
     asyncio.run(go())
 
@@ -190,7 +215,9 @@ def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.Mon
             return {"type": "http.request", "body": b"question"}
 
         owner = Owner(monkeypatch)
-        owner.plane.engine = cast("Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100), access=None))
+        owner.plane.engine = cast(
+            "Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100, data=None), access=None)
+        )
         owner.plane._addressing, owner.plane._member = cast("Any", None), cast("Any", Questions())
         monkeypatch.setattr(DataPlane, "__call__", ordinary)
         await owner.plane({"type": "http", "path": ASK, "headers": [], "state": state}, receive, send)
@@ -218,10 +245,10 @@ def test_an_upload_is_read_once() -> None:
 
         upload = PassedUpload(receive)
         # Nothing was read, so the next owner may have it.
-        upload.pieces()
-        body = b"".join([piece async for piece in upload.pieces()])
+        upload.sent()
+        body = b"".join([piece async for piece in upload.sent()])
         with pytest.raises(RefusalError) as refused:
-            upload.pieces()
+            upload.sent()
         assert refused.value.status == 503
         return body
 

@@ -110,7 +110,7 @@ def test_forgotten_records_answer_no_later_owner() -> None:
     rows = [LogRow(1, 1, encode(said)), LogRow(2, 1, encode([ForgottenRows([11, 12], [1, 2])]))]
     reading = read_log(rows)
     assert reading.copies() == [TREE, third, aside, MasksCopy("t", "{}")]
-    assert reading.kept == {}
+    assert reading.of(Kept) == {}
     log, how = {row.row: row for row in rows}, Compaction(reading)
     assert compacted(log, reading, how).copies() == reading.copies()
 
@@ -159,7 +159,7 @@ def compacted(log: dict[int, LogRow], before: TaskLogReading, how: Compaction) -
         after = read_log(log.values())
         assert after.last == before.last
         assert sorted(after.copies(), key=repr) == sorted(before.copies(), key=repr)
-        assert (list(after.steps.lines()), after.kept) == (list(before.steps.lines()), before.kept)
+        assert (list(after.steps.lines()), after.of(Kept)) == (list(before.steps.lines()), before.of(Kept))
     assert len(log) == how.left + sum(row.body is None for row in log.values())
     return after
 
@@ -202,7 +202,7 @@ def test_a_deleted_task_is_gone_in_each_step_of_a_compaction(monkeypatch: pytest
         log[number] = LogRow(number, 1, encode([record(number, 20, b"k%d" % number, 21)]))
     before = read_log(log.values())
     assert [copy.record for copy in before.copies() if isinstance(copy, RecordCopy)] == list(range(13, 14 + behind))
-    assert (before.rollouts, before.kept, before.trees) == ({}, {}, {1: new})
+    assert (before.rollouts, before.of(Kept), before.of(TreeCopy)) == ({}, {}, {1: new})
     how = compaction_of(before)
     assert how is not None
     again = compacted(log, before, how)

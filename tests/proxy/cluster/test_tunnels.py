@@ -45,7 +45,7 @@ class World:
         self.asked, self.lives = 0, lives
         self.owners: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
         passing = SimpleNamespace(connection=self.connection, lives=self.is_alive)
-        member: Any = SimpleNamespace(ingress=Ingress(), passing=passing, locate=self.locate, adopt=lambda *_: None)
+        member: Any = SimpleNamespace(ingress=Ingress(), passing=passing, locate=self.locate)
         self.tunnels = Tunnels(member, Forwarder(member), lambda _scope: NamedTask("t", "1", creates=False))
 
     async def locate(self, _task: str, *, creates: bool) -> Ownership:

@@ -10,7 +10,6 @@ import pytest
 from proxy.http.asgi import Receive, Scope, Send
 from proxy.shares import Share
 from proxy.workers import siblings as module
-from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings, WorkerAwayError
 from sandboxes.tool_clients.http1 import WholeResponse
 from tests.proxy.workers.parts import serving
@@ -39,7 +38,7 @@ def two(folder: Path) -> tuple[Siblings, Siblings]:
     directories = [folder / f"worker-{number}" for number in range(2)]
     for directory in directories:
         directory.mkdir(exist_ok=True)
-    first, second = (Siblings(Routes(Share(number, 2)), directories) for number in range(2))
+    first, second = (Siblings(Share(number, 2), directories) for number in range(2))
     return first, second
 
 

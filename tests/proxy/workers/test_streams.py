@@ -10,7 +10,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from proxy.address import TOTAL
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.shares import Share
-from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
 from tests.proxy.workers.parts import serving
@@ -45,7 +44,7 @@ async def streamed(folder: Path, parts: list[Trajectories], *, dies: asyncio.Eve
     """Return what the first of several workers sends for all trajectories; the second one ends after the event."""
     directories = [folder / f"worker-{number}" for number in range(len(parts))]
     made = list[HttpToolsProtocol]()
-    links, sent = [Siblings(Routes(Share(number, len(parts))), directories) for number in range(len(parts))], []
+    links, sent = [Siblings(Share(number, len(parts)), directories) for number in range(len(parts))], []
     workers = [AllWorkers(part, link) for part, link in zip(parts, links, strict=True)]
     for directory, link, worker in zip(directories, links, workers, strict=True):
         directory.mkdir()

@@ -9,7 +9,6 @@ import pytest
 
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.shares import Share
-from proxy.workers.routing import Routes
 from proxy.workers.siblings import Siblings
 from proxy.workers.views import AllWorkers
 from tests.proxy.workers.parts import serving
@@ -63,7 +62,7 @@ def pages(folder: Path, lists: list[Lists], limit: int) -> list[list[str]]:
         workers = []
         for number, part in enumerate(lists):
             directories[number].mkdir()
-            links = Siblings(Routes(Share(number, len(lists))), directories)
+            links = Siblings(Share(number, len(lists)), directories)
             workers.append(AllWorkers(part, links))
             links.open(asyncio.Protocol, serving(workers[-1]))
         shown, cursor = list[list[str]](), ""
@@ -95,7 +94,7 @@ def alone(folder: Path, part: Lists, path: str, query: str = "") -> tuple[int, A
     """Return the response of the only worker."""
 
     async def scenario() -> tuple[int, Any]:
-        links = Siblings(Routes(Share(0, 1)), [folder])
+        links = Siblings(Share(0, 1), [folder])
         worker = AllWorkers(part, links)
         links.open(asyncio.Protocol, serving(worker))
         try:

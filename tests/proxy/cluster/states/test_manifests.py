@@ -12,7 +12,6 @@ from proxy.cluster.states.manifests import (
     ManifestError,
     StateManifest,
     decode,
-    encode,
     folder_of,
     is_name,
     name_of,
@@ -31,7 +30,7 @@ MANIFEST = StateManifest(
 
 def test_manifest_comes_back() -> None:
     """What is encoded is decoded, under the name of its digest."""
-    data = encode(MANIFEST)
+    data = MANIFEST.packed()
     assert decode(name_of(3, data), data, 7) == MANIFEST
     assert (MANIFEST.size_bytes, MANIFEST.names) == (10, frozenset({CHUNK.name}))
     assert is_name(name_of(3, data))
@@ -67,7 +66,7 @@ def change(path: tuple[str | int, ...], value: object) -> Callable[[Any], None]:
 )
 def test_forged_manifest_is_refused(forge: Callable[[Any], None]) -> None:
     """A name that leads elsewhere, a size that does not fit, another node, or a member too many."""
-    value = orjson.loads(encode(MANIFEST))
+    value = orjson.loads(MANIFEST.packed())
     forge(value)
     data = orjson.dumps(value)
     with pytest.raises(ManifestError):
@@ -76,6 +75,6 @@ def test_forged_manifest_is_refused(forge: Callable[[Any], None]) -> None:
 
 def test_damaged_manifest_is_refused() -> None:
     """The digest is the name."""
-    data = encode(MANIFEST)
+    data = MANIFEST.packed()
     with pytest.raises(ManifestError, match="not what was written"):
         decode(name_of(3, data), data + b" ", 7)

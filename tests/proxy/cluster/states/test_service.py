@@ -197,6 +197,28 @@ def test_flush_sends_before_a_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     asyncio.run(go())
 
 
+def test_states_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that has waited longest goes without being sent, and may wait again."""
+    monkeypatch.setattr("proxy.cluster.states.sending.DELAY_S", 1e6)
+    monkeypatch.setattr("proxy.cluster.states.sending.MAX_WAITING", 2)
+    log, objects = Log(), BreakableStore()
+
+    async def go() -> None:
+        async with owner(tmp_path, 1, log, objects) as first:
+            await first.walk("one", WALK)
+            await first.engine.capture.drain()
+            tree = (await first.engine.tasks.open("task")).tree
+            await first.shared.flush(first.owned, 30.0)
+            await sent(first, log, 2)
+            # More at once than may wait: most are forgotten before their tasks have begun.
+            for node in reversed(tree.nodes.values()):
+                first.shared.stepped(tree, node)
+            await first.shared.flush(first.owned, 30.0)
+            await sent(first, log, 4)
+
+    asyncio.run(go())
+
+
 def test_flush_ends_although_the_store_does_not_answer(tmp_path: Path) -> None:
     """A drain waits for a store for a while, and then the next owner replays."""
     log, objects = Log(), BreakableStore()
