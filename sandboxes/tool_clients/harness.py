@@ -161,28 +161,29 @@ class ModelPort:
                 turn.gone.append(number)
             # The harness has given the request up, so nobody waits for its response.
             turn.requests = [request for request in turn.requests if request["connection"] != number]
-        elif kind == b"d":
-            # What follows a request that has its response is not read: the response ends its connection.
-            if number in self._answered or not data:
-                return
-            arriving = self._arriving.setdefault(number, _Arriving())
-            try:
-                whole = arriving.feed(data)
-            except h11.RemoteProtocolError:
-                # Any program in the sandbox may have connected, such as one that tries its ports.
-                await self._respond(number, _BAD_REQUEST)
-                return
-            if arriving.wants_to_go_on:
-                await self._send(number, b"d", _CONTINUE)
-            if whole is None:
-                return
-            if whole["method"] == "POST" and whole["target"].partition("?")[0].endswith(_TO_MODELS):
-                turn.requests.append({"connection": number, **whole})
-            else:
-                # Lists of models, counts of tokens, telemetry.
-                await self._respond(number, _NOT_FOUND)
-        else:
+        elif kind != b"d":
             raise MalformedResponseError("its relay sends a frame of no kind")
+        # What follows a request that has its response is not read: the response ends its connection.
+        elif data and number not in self._answered:
+            await self._feed(turn, number, data)
+
+    async def _feed(self, turn: Turn, number: int, data: bytes) -> None:
+        arriving = self._arriving.setdefault(number, _Arriving())
+        try:
+            whole = arriving.feed(data)
+        except h11.RemoteProtocolError:
+            # Any program in the sandbox may have connected, such as one that tries its ports.
+            await self._respond(number, _BAD_REQUEST)
+            return
+        if arriving.wants_to_go_on:
+            await self._send(number, b"d", _CONTINUE)
+        if whole is None:
+            return
+        if whole["method"] == "POST" and whole["target"].partition("?")[0].endswith(_TO_MODELS):
+            turn.requests.append({"connection": number, **whole})
+        else:
+            # Lists of models, counts of tokens, telemetry.
+            await self._respond(number, _NOT_FOUND)
 
     async def _respond(self, number: int, response: bytes) -> None:
         self._arriving.pop(number, None)
