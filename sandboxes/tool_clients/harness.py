@@ -7,7 +7,9 @@ request is here in part: all that the harness said is in recorded answers, and a
 ends its connection.
 """
 
+import asyncio
 import base64
+import itertools
 import json
 import os
 import re
@@ -24,7 +26,7 @@ from sandboxes.listener import Headers
 from sandboxes.server_spec import Harness
 from sandboxes.tool_clients import harness_relay
 from sandboxes.tool_clients.descriptors import read_some, write_all
-from sandboxes.tool_clients.http1 import MalformedResponseError
+from sandboxes.tool_clients.http1 import EVENTS_AT_ONCE, MalformedResponseError
 
 LOG = "/tmp/harness.log"  # noqa: S108 - in the sandbox
 """What the harness prints, in the sandbox."""
@@ -170,7 +172,7 @@ class ModelPort:
     async def _feed(self, turn: Turn, number: int, data: bytes) -> None:
         arriving = self._arriving.setdefault(number, _Arriving())
         try:
-            whole = arriving.feed(data)
+            whole = await arriving.feed(data)
         except h11.RemoteProtocolError:
             # Any program in the sandbox may have connected, such as one that tries its ports.
             await self._respond(number, _BAD_REQUEST)
@@ -230,14 +232,18 @@ class _Arriving:
     def wants_to_go_on(self) -> bool:
         return self._parser.they_are_waiting_for_100_continue
 
-    def feed(self, data: bytes) -> dict[str, Any] | None:
+    async def feed(self, data: bytes) -> dict[str, Any] | None:
         """Return the request that this data completes. Raises `h11.RemoteProtocolError` if it is none."""
         if self.is_whole:
             # A client may send its next request early. The response ends the connection, so it asks again.
             return None
         self._parser.receive_data(data)
-        while (event := self._parser.next_event()) is not h11.NEED_DATA:
-            match event:
+        for number in itertools.count(1):
+            if number % EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            match event := self._parser.next_event():
+                case h11.NEED_DATA:
+                    break
                 case h11.Request():
                     self._head = event
                 case h11.Data():
