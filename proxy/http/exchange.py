@@ -88,7 +88,8 @@ class Exchange:
             await self.events.finish(await beside(size, dialect.last_event, _recorded(ready), self._request))
             return
         own = await beside(len(self._request.body) + len(ready.body), client_form, ready, self._dialect, self._request)
-        await self._respond(own.status, raw(own.headers) + ready.headers[ready.own :] + more, own.body)
+        headers = raw(own.headers) + ready.headers[ready.own :] + more + raw(self.extra)
+        await send_response(self.send, own.status, headers, own.body, sized=self._request.method != "HEAD")
 
     async def stream(
         self,
@@ -182,7 +183,8 @@ def client_form(ready: PreparedAnswer, dialect: Dialect, request: Request) -> Re
     """Return a recorded answer in the form of the client that sent a request, with its length in the headers."""
     response = dialect.answer(_recorded(ready), request)
     has_length = any(name.lower() == "content-length" for name, _ in response.headers)
-    if response.status in (204, 304) or has_length:
+    # Only a response to GET would tell the length of one to HEAD.
+    if response.status in (204, 304) or request.method == "HEAD" or has_length:
         return response
     length = ("content-length", str(len(response.body)))
     return Response(response.status, (*response.headers, length), response.body)
