@@ -54,6 +54,13 @@ class Exchange:
 
         That cancels a call only if its dialect says so (`Call.hangup`); else its record is there for the next one.
         """
+        if self._relay is not None:
+            # A response that has no end is only read for as long as its client is there.
+            watching = start(self._lose_relay(self._relay))
+            try:
+                return await asyncio.shield(running)
+            finally:
+                watching.cancel()
         if self.events is None:
             return await asyncio.shield(running)
         hangup = start(self._disconnected()) if call.hangup else None
@@ -159,6 +166,10 @@ class Exchange:
 
         self._relay = ResponseRelay(self.send, head_for_client)
         return self._relay
+
+    async def _lose_relay(self, relay: ResponseRelay) -> None:
+        await self._disconnected()
+        relay.lose()
 
     async def _disconnected(self) -> None:
         """Return once the client has disconnected. Its request must have been read to the end."""

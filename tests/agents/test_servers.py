@@ -184,6 +184,15 @@ def _waiting(proxy: Proxy, task: str) -> int:
     return proxy.engine.tasks.rollouts.running[task, "a"].waiting
 
 
+def test_response_without_end_ends_after_its_client(proxy: Proxy, limited: str) -> None:
+    """Such as that of an event stream: the rollout's next call would wait for ever."""
+    base = f"/t/{limited}/r/a/api"
+    with proxy.client.stream("GET", f"{base}/endless") as response:
+        assert next(response.iter_raw()) == b"."
+    assert proxy.client.post(f"{base}/put", json={"x": "1"}, timeout=30).json() == {"x": "1"}
+    assert proxy.outcomes(limited, "a") == ["miss"]
+
+
 def test_response_too_long_to_record_is_passed_on(proxy: Proxy) -> None:
     """A response that is too long for a record reaches the client, and the next equal call runs again."""
     proxy.put("long", files={"/srv.py": PROGRAM}, servers=serve(answer_bytes=1 << 20))
