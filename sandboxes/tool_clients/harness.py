@@ -249,7 +249,7 @@ class _Arriving:
                 case h11.Data():
                     self._body += event.data
                     if len(self._body) > _REQUEST_BYTES:
-                        raise MalformedResponseError(f"a request of the harness exceeds {_REQUEST_BYTES} bytes")
+                        raise h11.RemoteProtocolError("the request is too large")
                 case _:
                     self.is_whole = True
                     return self._request()

@@ -86,7 +86,8 @@ def test_requests_that_wait_together_are_answered_one_after_the_other() -> None:
     async def go() -> None:
         script = """
 def one(word):
-    print(word, ask('/v1/messages', word)[1], flush=True)
+    # In one write: threads share the output.
+    print(f"{word} {ask('/v1/messages', word)[1]}\\n", end="", flush=True)
 threads = [threading.Thread(target=one, args=(word,)) for word in 'abc']
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -176,6 +177,18 @@ def test_pipe_that_is_filled_without_end_keeps_nothing_else_waiting(monkeypatch:
             filling.kill()
             filling.wait()
             port.close()
+
+    asyncio.run(go())
+
+
+def test_request_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_REQUEST_BYTES", 1000)
+
+    async def go() -> None:
+        async with relayed("print(ask('/v1/messages', 'x' * 2000)[0]); ask('/v1/messages', 'y')") as (port, begin):
+            (request,) = (await port.turn(begin)).requests
+            turn = await port.turn(answer(request["connection"], ""))
+            assert turn.exit == {"code": 0, "log": "400\n"}
 
     asyncio.run(go())
 
