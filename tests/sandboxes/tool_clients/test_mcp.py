@@ -89,7 +89,7 @@ def test_server_that_writes_without_end_keeps_nothing_else_waiting() -> None:
                 await asking
         # The end of the pipe is closed by now.
         await asyncio.gather(writing, return_exceptions=True)
-        assert len(stalls) > 100
+        assert len(stalls) > 20
         assert max(stalls) < 1
 
     asyncio.run(go(b"x" * (17 << 20)))
