@@ -43,10 +43,11 @@ def end_to_end(headers: Iterable[tuple[str, str]], *, without: frozenset[str] = 
 
 
 def of_tool_server(headers: Iterable[tuple[str, str]]) -> Headers:
-    """Return the headers of a tool server's response that reach the client: none that only the proxy may set."""
+    """Return the headers of a tool server's response that reach the client: none of the proxy's, and no broken one."""
     return tuple(
         (name, value) for name, value in end_to_end(headers, without=_OF_THE_ORIGIN)
-        if not name.lower().startswith(_OUR_PREFIXES)
+        # No response can be sent with what is no header.
+        if not name.lower().startswith(_OUR_PREFIXES) and is_header(name, value)
     )  # fmt: skip
 
 

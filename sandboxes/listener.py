@@ -28,6 +28,16 @@ class Cancellable(Listener, Protocol):
 
 
 @runtime_checkable
+class Leaving(Listener, Protocol):
+    """A listener whose client may leave before the response has ended."""
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has left."""
+        ...
+
+
+@runtime_checkable
 class Detachable(Listener, Protocol):
     """A listener whose call may be detached: the process that the call started then continues in the background."""
 

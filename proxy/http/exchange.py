@@ -54,6 +54,13 @@ class Exchange:
 
         That cancels a call only if its dialect says so (`Call.hangup`); else its record is there for the next one.
         """
+        if self._relay is not None:
+            # A response that has no end is only read for as long as its client is there.
+            watching = start(self._lose_relay(self._relay))
+            try:
+                return await asyncio.shield(running)
+            finally:
+                watching.cancel()
         if self.events is None:
             return await asyncio.shield(running)
         hangup = start(self._disconnected()) if call.hangup else None
@@ -88,7 +95,8 @@ class Exchange:
             await self.events.finish(await beside(size, dialect.last_event, _recorded(ready), self._request))
             return
         own = await beside(len(self._request.body) + len(ready.body), client_form, ready, self._dialect, self._request)
-        await self._respond(own.status, raw(own.headers) + ready.headers[ready.own :] + more, own.body)
+        headers = raw(own.headers) + ready.headers[ready.own :] + more + raw(self.extra)
+        await send_response(self.send, own.status, headers, own.body, sized=self._request.method != "HEAD")
 
     async def stream(
         self,
@@ -159,6 +167,10 @@ class Exchange:
         self._relay = ResponseRelay(self.send, head_for_client)
         return self._relay
 
+    async def _lose_relay(self, relay: ResponseRelay) -> None:
+        await self._disconnected()
+        relay.lose()
+
     async def _disconnected(self) -> None:
         """Return once the client has disconnected. Its request must have been read to the end."""
         while (await self.receive())["type"] != "http.disconnect":
@@ -182,7 +194,8 @@ def client_form(ready: PreparedAnswer, dialect: Dialect, request: Request) -> Re
     """Return a recorded answer in the form of the client that sent a request, with its length in the headers."""
     response = dialect.answer(_recorded(ready), request)
     has_length = any(name.lower() == "content-length" for name, _ in response.headers)
-    if response.status in (204, 304) or has_length:
+    # Only a response to GET would tell the length of one to HEAD.
+    if response.status in (204, 304) or request.method == "HEAD" or has_length:
         return response
     length = ("content-length", str(len(response.body)))
     return Response(response.status, (*response.headers, length), response.body)

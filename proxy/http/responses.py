@@ -6,10 +6,12 @@ from proxy.http.asgi import Receive, Scope, Send
 from proxy.refusals import Problem
 
 
-async def send_response(send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
-    """Send a whole response, with its length if the headers have none and its status allows one."""
+async def send_response(
+    send: Send, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, sized: bool = True
+) -> None:
+    """Send a whole response, with its length if it is a `sized` one, the headers have none and its status allows it."""
     headers = list(headers)
-    if status not in (204, 304) and not any(name == b"content-length" for name, _ in headers):
+    if sized and status not in (204, 304) and not any(name == b"content-length" for name, _ in headers):
         headers.append((b"content-length", b"%d" % len(body)))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

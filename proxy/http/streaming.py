@@ -31,7 +31,8 @@ class PatientSender:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self.started = self.gone = False  # Whether the head of the response was sent.
+        self.started = False  # Whether the head of the response was sent.
+        self.gone = False
 
     async def _pass(self, message: dict[str, Any]) -> None:
         if self.gone:

@@ -20,7 +20,15 @@ from sandboxes.ipc.server_messages import ServerConnected
 from sandboxes.listener import Listener
 from sandboxes.server_spec import McpServer
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.mcp import MAX_PAGES, PAGED, PROGRESS_TOKEN, McpConversation, McpResponse
+from sandboxes.tool_clients.mcp import (
+    MAX_PAGES,
+    PAGED,
+    PROGRESS_TOKEN,
+    McpConversation,
+    McpResponse,
+    SessionLostError,
+    require_list,
+)
 from sandboxes.tool_clients.mcp_http import HttpTransport
 from sandboxes.tool_clients.mcp_stdio import StdioTransport
 from sandboxes.tool_clients.server_orders import mcp_order
@@ -70,21 +78,17 @@ class McpCalls:
 
     async def _list_all(self, method: str, params: dict[str, Any], names: list[str]) -> Execution:
         """Return one list of what several servers have; a tool's name gets its server's name in front."""
-        lists: dict[str, list[Any]] = {}
-        runs = []
+        kind, runs = PAGED[method], []
+        whole: list[Any] = []
         for name in names:
             response, done = await self._ask_pages(name, method, dict(params), read=True)
             # Each server's run has effects of its own; together they are the effect of this call.
             runs.append(execution(done, ToolResult(200, MCP_TYPE, b"")))
-            for kind, listed in response.payload.get("result", {}).items():
-                if isinstance(listed, list):
-                    # Two servers may have tools of the same name.
-                    prefixed = kind == "tools"
-                    lists.setdefault(kind, []).extend(
-                        {**entry, "name": f"{name}__{entry['name']}"} if prefixed else entry for entry in listed
-                    )
+            listed = response.payload.get("result", {}).get(kind, [])
+            # Two servers may have tools of the same name.
+            whole += [{**entry, "name": f"{name}__{entry['name']}"} for entry in listed] if kind == "tools" else listed
         effect = reduce(or_, (run.effect for run in runs))
-        result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": lists}))
+        result = ToolResult(200, MCP_TYPE, orjson.dumps({"notifications": [], "result": {kind: whole}}))
         # The last run's state is the state after all of them, but what it used is not what all have used.
         seconds = sum(run.seconds for run in runs)
         return replace(runs[-1], result=result, effect=effect, seconds=seconds, resources=None)
@@ -135,7 +139,14 @@ class McpCalls:
                 # Over HTTP a server that was started by something else has no session of ours either.
                 if connected.message.fresh or (server.url is not None and not connected.message.note):
                     await conversation.initialize(silence_s=server.ready_s)
-                response = await conversation.request(method, params, silence_s=silence_s, listener=listener)
+                try:
+                    response = await conversation.request(method, params, silence_s=silence_s, listener=listener)
+                except SessionLostError:
+                    # As the specification has clients do it: the request goes into a new session.
+                    await conversation.initialize(silence_s=server.ready_s)
+                    response = await conversation.request(method, params, silence_s=silence_s, listener=listener)
+                if method in PAGED:
+                    require_list(method, response.payload)
                 # Inside the block: a server may die between its response and the end of the call.
                 return response, await self._servers.finish(read=read, note=conversation.note)
         finally:
@@ -158,4 +169,9 @@ class McpCalls:
 def _read_only_tools(payload: dict[str, Any]) -> frozenset[str]:
     tools = payload.get("result", {}).get("tools", [])
     # Only an explicit hint counts: without one a tool may change anything.
-    return frozenset(tool["name"] for tool in tools if (tool.get("annotations") or {}).get("readOnlyHint") is True)
+    return frozenset(tool["name"] for tool in tools if _annotations(tool).get("readOnlyHint") is True)
+
+
+def _annotations(tool: dict[str, Any]) -> dict[str, Any]:
+    annotations = tool.get("annotations")
+    return annotations if isinstance(annotations, dict) else {}

@@ -26,13 +26,17 @@ class Pty:
         # Looked at in each round: `close` may come while a read waits.
         while self._fd >= 0:
             try:
-                return os.read(self._fd, _CHUNK)
+                data = os.read(self._fd, _CHUNK)
             except BlockingIOError:
                 # Nothing to read: the loop watches the terminal, and `close` wakes this wait as well.
                 await self._ready(self._loop.add_reader, self._loop.remove_reader)
             except OSError:
                 # EIO: no process has the other end open any more.
                 return b""
+            else:
+                # A program may write faster than this end reads, and then nothing here would ever wait.
+                await asyncio.sleep(0)
+                return data
         return b""
 
     async def write(self, data: bytes) -> None:

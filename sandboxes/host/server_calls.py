@@ -68,8 +68,9 @@ class ServerCalls:
         except (MalformedResponseError, OSError, TimeoutError) as error:
             # The server's log is fetched from the supervisor, and then the sandbox ends.
             raise await self._failure(name, error) from error
-        except asyncio.CancelledError:
-            self._guest.link.die("its call was cancelled")
+        except BaseException as error:
+            # A sandbox in the middle of a call takes no other one.
+            self._guest.link.die(f"its call was cut off: {type(error).__name__}")
             raise
 
     async def _failure(self, name: str, error: Exception) -> ServerError:

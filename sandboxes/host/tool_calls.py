@@ -57,7 +57,7 @@ class ToolCalls:
         along = head + call.body if len(head) + len(call.body) <= ALONG_BYTES else b""
         connected = await self._servers.connect(order(call.endpoint, self._spec, self._environment), along)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
-        spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder)
+        spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder, rest_s=silence_s)
         try:
             async with self._servers.conversation(call.endpoint):
                 connection = socket.socket(fileno=connected.fds[0])

@@ -16,6 +16,19 @@ async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
             await wait_until_ready(fd, timeout_s, writing=True)
 
 
+async def read_some(fd: int, size: int, timeout_s: float) -> bytes:
+    """Return the next bytes of a non-blocking descriptor, none at its end; TimeoutError if none come in `timeout_s`."""
+    while True:
+        try:
+            data = os.read(fd, size)
+        except BlockingIOError:
+            await wait_until_ready(fd, timeout_s, writing=False)
+            continue
+        # The other end may write faster than this one reads, and then nothing here would ever wait.
+        await asyncio.sleep(0)
+        return data
+
+
 async def wait_until_ready(fd: int, timeout_s: float, *, writing: bool) -> None:
     """Wait until a non-blocking descriptor can be read or written; raise TimeoutError after `timeout_s`."""
     loop = asyncio.get_running_loop()

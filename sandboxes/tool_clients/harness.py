@@ -7,7 +7,9 @@ request is here in part: all that the harness said is in recorded answers, and a
 ends its connection.
 """
 
+import asyncio
 import base64
+import itertools
 import json
 import os
 import re
@@ -23,8 +25,8 @@ from sandboxes.http_message import end_to_end
 from sandboxes.listener import Headers
 from sandboxes.server_spec import Harness
 from sandboxes.tool_clients import harness_relay
-from sandboxes.tool_clients.descriptors import wait_until_ready, write_all
-from sandboxes.tool_clients.http1 import MalformedResponseError
+from sandboxes.tool_clients.descriptors import read_some, write_all
+from sandboxes.tool_clients.http1 import EVENTS_AT_ONCE, MalformedResponseError
 
 LOG = "/tmp/harness.log"  # noqa: S108 - in the sandbox
 """What the harness prints, in the sandbox."""
@@ -41,6 +43,7 @@ _TO_MODELS = ("/messages", "/chat/completions", "/responses", "enerateContent")
 """How the paths of requests for a response end: of Anthropic, of OpenAI twice, and of Google."""
 _EXIT_CODE = re.compile(rb"-?[0-9]{1,3}")
 _NOT_FOUND = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+_BAD_REQUEST = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -100,6 +103,7 @@ class ModelPort:
         self._silence_s = silence_s
         self._buffer = bytearray()
         self._arriving: dict[int, _Arriving] = {}
+        self._answered: set[int] = set()
         self._received_bytes = 0
         for fd in fds:
             os.set_blocking(fd, False)
@@ -143,45 +147,49 @@ class ModelPort:
 
     async def _end(self) -> None:
         """Wait until the relay has ended, as it does once the harness has."""
-        while True:
-            try:
-                if not os.read(self._read_fd, _CHUNK_BYTES):
-                    return
-            except BlockingIOError:
-                await wait_until_ready(self._read_fd, self._silence_s, writing=False)
+        while await self._receive():
+            pass
 
     async def _take(self, turn: Turn, number: int, kind: bytes, data: bytes) -> None:
+        if max(len(self._arriving), len(turn.gone)) >= _CONNECTIONS:
+            raise MalformedResponseError(f"the harness has more than {_CONNECTIONS} connections")
         if kind == b"x":
             code, _, log = data.partition(b"\n")
             if _EXIT_CODE.fullmatch(code) is None:
                 raise MalformedResponseError("its relay says nothing of how it has ended")
             turn.exit = {"code": int(code), "log": log.decode(errors="replace")}
         elif kind == b"e":
-            if self._arriving.pop(number, None) is None:
+            if self._arriving.pop(number, None) is None and number not in self._answered:
                 turn.gone.append(number)
             # The harness has given the request up, so nobody waits for its response.
             turn.requests = [request for request in turn.requests if request["connection"] != number]
-        elif kind == b"d":
-            self._received_bytes += len(data)
-            arriving = self._arriving.setdefault(number, _Arriving())
-            if self._received_bytes > _TURN_BYTES or len(self._arriving) > _CONNECTIONS:
-                raise MalformedResponseError(
-                    f"the harness sends more than {_TURN_BYTES} bytes in a turn, or over more than {_CONNECTIONS} "
-                    "connections"
-                )
-            whole = arriving.feed(data)
-            if arriving.wants_to_go_on:
-                await self._send(number, b"d", _CONTINUE)
-            if whole is None:
-                return
-            if whole["method"] == "POST" and whole["target"].partition("?")[0].endswith(_TO_MODELS):
-                turn.requests.append({"connection": number, **whole})
-            else:
-                # Lists of models, counts of tokens, telemetry.
-                await self._respond(number, _NOT_FOUND)
+        elif kind != b"d":
+            raise MalformedResponseError("its relay sends a frame of no kind")
+        # What follows a request that has its response is not read: the response ends its connection.
+        elif data and number not in self._answered:
+            await self._feed(turn, number, data)
+
+    async def _feed(self, turn: Turn, number: int, data: bytes) -> None:
+        arriving = self._arriving.setdefault(number, _Arriving())
+        try:
+            whole = await arriving.feed(data)
+        except h11.RemoteProtocolError:
+            # Any program in the sandbox may have connected, such as one that tries its ports.
+            await self._respond(number, _BAD_REQUEST)
+            return
+        if arriving.wants_to_go_on:
+            await self._send(number, b"d", _CONTINUE)
+        if whole is None:
+            return
+        if whole["method"] == "POST" and whole["target"].partition("?")[0].endswith(_TO_MODELS):
+            turn.requests.append({"connection": number, **whole})
+        else:
+            # Lists of models, counts of tokens, telemetry.
+            await self._respond(number, _NOT_FOUND)
 
     async def _respond(self, number: int, response: bytes) -> None:
         self._arriving.pop(number, None)
+        self._answered.add(number)
         await self._send(number, b"d", response)
         await self._send(number, b"e")
 
@@ -199,14 +207,18 @@ class ModelPort:
                     data = bytes(self._buffer[_HEADER.size : end])
                     del self._buffer[:end]
                     return number, kind, data
-            try:
-                data = os.read(self._read_fd, _CHUNK_BYTES)
-            except BlockingIOError:
-                await wait_until_ready(self._read_fd, self._silence_s, writing=False)
-                continue
+            data = await self._receive()
             if not data:
                 raise MalformedResponseError("its relay has ended")
             self._buffer += data
+
+    async def _receive(self) -> bytes:
+        """Return the next bytes from the relay. All of them count: any program in the sandbox may write them."""
+        data = await read_some(self._read_fd, _CHUNK_BYTES, self._silence_s)
+        self._received_bytes += len(data)
+        if self._received_bytes > _TURN_BYTES:
+            raise MalformedResponseError(f"the harness sends more than {_TURN_BYTES} bytes in a turn")
+        return data
 
 
 class _Arriving:
@@ -220,24 +232,27 @@ class _Arriving:
     def wants_to_go_on(self) -> bool:
         return self._parser.they_are_waiting_for_100_continue
 
-    def feed(self, data: bytes) -> dict[str, Any] | None:
+    async def feed(self, data: bytes) -> dict[str, Any] | None:
+        """Return the request that this data completes. Raises `h11.RemoteProtocolError` if it is none."""
         if self.is_whole:
-            raise MalformedResponseError("the harness sends a second request before it has the response to the first")
-        try:
-            self._parser.receive_data(data)
-            while (event := self._parser.next_event()) is not h11.NEED_DATA:
-                match event:
-                    case h11.Request():
-                        self._head = event
-                    case h11.Data():
-                        self._body += event.data
-                        if len(self._body) > _REQUEST_BYTES:
-                            raise MalformedResponseError(f"a request of the harness exceeds {_REQUEST_BYTES} bytes")
-                    case _:
-                        self.is_whole = True
-                        return self._request()
-        except h11.RemoteProtocolError as error:
-            raise MalformedResponseError(f"a request of the harness is not HTTP: {error}") from None
+            # A client may send its next request early. The response ends the connection, so it asks again.
+            return None
+        self._parser.receive_data(data)
+        for number in itertools.count(1):
+            if number % EVENTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            match event := self._parser.next_event():
+                case h11.NEED_DATA:
+                    break
+                case h11.Request():
+                    self._head = event
+                case h11.Data():
+                    self._body += event.data
+                    if len(self._body) > _REQUEST_BYTES:
+                        raise h11.RemoteProtocolError("the request is too large")
+                case _:
+                    self.is_whole = True
+                    return self._request()
         return None
 
     def _request(self) -> dict[str, Any]:

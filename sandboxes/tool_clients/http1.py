@@ -10,6 +10,7 @@ heads together are bounded in number, bytes and time: a server that goes on send
 """
 
 import asyncio
+import itertools
 import math
 import socket
 import ssl
@@ -29,6 +30,9 @@ _MAX_INTERIM_RESPONSES = 256
 """Most interim responses before a final one; a server that sends more never answers."""
 _CHUNK_BYTES = 1 << 16
 """Largest piece that is read at once, and largest body that is sent before the response is read."""
+EVENTS_AT_ONCE = 64
+"""How many events of the parser are handled until others have their turn. A piece may hold ten thousand chunks, for
+which the parser takes half a second."""
 
 
 class MalformedResponseError(Exception):
@@ -229,8 +233,12 @@ class _Response:
         try:
             self._parser.receive_data(data)
             # One piece may complete several events: the head, a part of the body, and its end.
-            while not self.complete and (event := self._parser.next_event()) is not h11.NEED_DATA:
+            for number in itertools.count(1):
+                if self.complete or (event := self._parser.next_event()) is h11.NEED_DATA:
+                    break
                 await self._handle(event)
+                if number % EVENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
         except h11.RemoteProtocolError as error:
             # With data, the bytes are wrong; without, h11 complains that the connection ended too early.
             if data:

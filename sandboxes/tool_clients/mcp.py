@@ -27,8 +27,13 @@ VERSION, MODERN = "2025-11-25", "2026-07-28"
 """The two revisions of the protocol: one with an `initialize` handshake and sessions, one without both."""
 ID = 1
 """The id of every request. Only one is under way, and the id must not tell a server what came before."""
-PAGED = frozenset({"tools/list", "resources/list", "resources/templates/list", "prompts/list"})
-"""Methods whose result is a list in pages."""
+PAGED = {
+    "tools/list": "tools",
+    "resources/list": "resources",
+    "resources/templates/list": "resourceTemplates",
+    "prompts/list": "prompts",
+}
+"""Methods whose result is a list in pages, with the name of the list."""
 MAX_PAGES = 1000
 """Most pages of one list. A server that lists without end is stopped there."""
 PROGRESS_TOKEN = "forkpoint"  # noqa: S105 - it names a request
@@ -37,12 +42,20 @@ CANCEL_S = 5.0
 """How long a server may take to answer after a request to cancel. Some never answer then."""
 HELLO: Message = {"protocolVersion": VERSION, "capabilities": {}, "clientInfo": {"name": "forkpoint", "version": "1"}}
 """The parameters of `initialize`."""
+_SHAPES: dict[str, type] = {"method": str, "params": dict, "result": dict, "error": dict}
+"""What the members of a message are, if they are there."""
+_NOTIFICATIONS = 100_000
+"""Most notifications before a response. Each takes half a kilobyte of memory, however short it is."""
 _REFUSALS = {
     "sampling/createMessage": "Sampling not supported",
     "elicitation/create": "Elicitation not supported",
     "roots/list": "List roots not supported",
 }
 """Error messages by reverse request, as the official SDK words them for a client without the capability."""
+
+
+class SessionLostError(MalformedResponseError):
+    """The server does not know the session any more, and has not looked at the request."""
 
 
 @dataclass(slots=True)
@@ -64,7 +77,7 @@ class McpResponse:
             return page
         before, more = self.payload["result"], page.payload["result"]
         # Only lists are kept, so `nextCursor` goes: the client gets one page that has no next one.
-        result = {name: value + more.get(name, []) for name, value in before.items() if isinstance(value, list)}
+        result = {name: [*value, *_listed(more, name)] for name, value in before.items() if isinstance(value, list)}
         return McpResponse({"result": result}, self.notifications + page.notifications, pages=self.pages + 1)
 
     @property
@@ -175,9 +188,14 @@ class McpConversation:
     async def _receive(
         self, response: McpResponse, listener: Listener | None, silence_s: float, message: Message
     ) -> bool:
+        # Null stands for a member that is not there.
+        message = {name: value for name, value in message.items() if value is not None}
+        for name, shape in _SHAPES.items():
+            if not isinstance(message.get(name, shape()), shape):
+                raise MalformedResponseError(f"its message has a {name} that is {type(message[name]).__name__}")
         # 1. The response, which ends the exchange. Only one request is under way, so every response is to it.
         if "method" not in message:
-            response.payload = {kind: message[kind] for kind in ("result", "error") if kind in message}
+            response.payload = _payload(message)
             return True
         # 2. A reverse request (to sample a model, to ask the user, to list roots). No client can answer it, because an
         # answer from the tree has no client. A result that may depend on the refusal is not shared.
@@ -190,9 +208,34 @@ class McpConversation:
         # 3. A notification (progress, log lines), part of the recorded result. Recorded first: a client that is slow to
         # listen must not lose what later clients are shown.
         response.notifications.append(notification)
+        if len(response.notifications) > _NOTIFICATIONS:
+            raise MalformedResponseError(f"it sends more than {_NOTIFICATIONS} notifications for one request")
         if listener is not None:
             await listener.data(orjson.dumps(notification))
         return False
+
+
+def require_list(method: str, payload: Message) -> None:
+    """Raise MalformedResponseError if the result of a `PAGED` method is no list of objects with names (pure)."""
+    result = payload.get("result", {PAGED[method]: []})
+    entries = _listed(result, PAGED[method])
+    named = all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries)
+    if PAGED[method] not in result or entries is not result[PAGED[method]] or not named:
+        raise MalformedResponseError(f"its result of {method} has no list {PAGED[method]!r} of objects with names")
+
+
+def _listed(result: Message, name: str) -> list[Any]:
+    value = result.get(name)
+    return value if isinstance(value, list) else []
+
+
+def _payload(response: Message) -> Message:
+    """Return the member `result` or `error` of a response. Raises MalformedResponseError if it has neither."""
+    if "error" in response and isinstance(response["error"].get("code"), int):
+        return {"error": response["error"]}
+    if "result" not in response:
+        raise MalformedResponseError("its response has no result, and no error with a code")
+    return {"result": response["result"]}
 
 
 def cancellation() -> Message:

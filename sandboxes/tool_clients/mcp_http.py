@@ -21,7 +21,8 @@ from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
 from sandboxes.tool_clients.json_text import parse_json
-from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, cancellation
+from sandboxes.tool_clients.lines import Lines
+from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, SessionLostError, cancellation
 
 Connect = Callable[[], Awaitable[socket.socket]]
 """Opens another connection to the server."""
@@ -61,6 +62,11 @@ class HttpTransport:
         self._revision, self._session = saved.get("wire", ""), saved.get("session", "")
 
     @property
+    def has_session(self) -> bool:
+        """Whether the server has given the session an id."""
+        return bool(self._session)
+
+    @property
     def note(self) -> str:
         """The revision and the id of the session, as JSON."""
         return orjson.dumps({"wire": self._revision, "session": self._session}).decode()
@@ -98,6 +104,7 @@ class HttpTransport:
         try:
             async with asyncio.timeout(silence_s) as self._patience:
                 await self._post(request, reader, silence_s)
+                await reader.end()
         finally:
             # No message can restart the limit any more; a later one belongs to another exchange.
             self._patience = None
@@ -175,7 +182,8 @@ class _ResponseReader(Listener):
     def __init__(self, transport: HttpTransport, receive: Receive, silence_s: float) -> None:
         self.complete = False  # The JSON-RPC response has arrived.
         self._transport, self._receive, self._silence_s = transport, receive, silence_s
-        self._is_stream, self._size, self._buffer = False, 0, b""
+        self._is_stream, self._size, self._body = False, 0, bytearray()
+        self._lines, self._event = Lines(), list[bytes]()
 
     async def head(self, status: int, headers: Headers) -> None:
         by_name = {name.lower(): value for name, value in headers}
@@ -183,34 +191,37 @@ class _ResponseReader(Listener):
         # The id comes with the response to `initialize` and is sent with every request after it.
         if _SESSION in by_name:
             self._transport.begin_session(by_name[_SESSION])
-        # An HTTP error without JSON-RPC: a server that is none, or that has lost the session.
+        # The server was started anew by something else than a call, or ends sessions.
+        if status == 404 and self._transport.has_session:
+            raise SessionLostError("it has lost its session")
+        # An HTTP error without JSON-RPC: a server that is none.
         if not self._is_stream and not by_name.get("content-type", "").startswith("application/json"):
             raise MalformedResponseError(f"its response has status {status} and is not JSON-RPC")
 
     async def data(self, chunk: bytes) -> None:
-        self._buffer += chunk
         self._size += len(chunk)
         # Counted over the whole response, events included, because all of it may become part of the record.
         if self._size > self._transport.max_bytes:
             raise MalformedResponseError(f"it sends more than {self._transport.max_bytes} bytes for one request")
-        if self._is_stream:
-            # Events end with a blank line (WHATWG HTML, 9.2.5); the last piece may be half an event.
-            # The standard allows both line ends. A pair may be cut by a packet, so the whole buffer is normalised.
-            *events, self._buffer = self._buffer.replace(b"\r\n", b"\n").split(b"\n\n")
-            for event in events:
-                await self._handle_event(event)
+        if not self._is_stream:
+            self._body += chunk
             return
-        # The length of a JSON body is not known here, so each piece is tried; most bodies come in one.
-        try:
-            message = parse_json(self._buffer)
-        except orjson.JSONDecodeError:
-            # A part of it. If the rest never comes, the exchange ends without a response.
-            return
-        await self._handle(message)
+        # Events end with a blank line (WHATWG HTML, 9.2.5), and lines with LF or CRLF. Fields other than `data` (ids,
+        # names, retries) belong to resuming, which is not used.
+        for line in self._lines.feed(chunk):
+            if line.startswith(b"data:"):
+                self._event.append(line[5:].strip())
+            elif line in {b"", b"\r"}:
+                event, self._event = self._event, []
+                await self._handle_event(b"\n".join(event))
 
-    async def _handle_event(self, event: bytes) -> None:
-        # Fields other than `data` (ids, names, retries) belong to resuming, which is not used.
-        data = b"\n".join(line[5:].lstrip() for line in event.split(b"\n") if line.startswith(b"data:"))
+    async def end(self) -> None:
+        """Handle a body that is no stream: it is whole now."""
+        if self._body and not self.complete:
+            with contextlib.suppress(_ResponseComplete):
+                await self._handle_event(bytes(self._body))
+
+    async def _handle_event(self, data: bytes) -> None:
         if data:
             try:
                 message = parse_json(data)

@@ -5,14 +5,16 @@ later one is skipped if it is not JSON.
 """
 
 import os
+from collections import deque
 from collections.abc import Sequence
 
 import orjson
 
 from sandboxes.linux.descriptors import unread_bytes
-from sandboxes.tool_clients.descriptors import wait_until_ready, write_all
+from sandboxes.tool_clients.descriptors import read_some, write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.json_text import parse_json
+from sandboxes.tool_clients.lines import Lines
 from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation
 
 _CHUNK_BYTES = 1 << 16
@@ -33,9 +35,10 @@ class StdioTransport:
         self._may_be_half = not fresh
         self._write_fd, self._read_fd = fds[0], fds[1]
         self._max_bytes = max_bytes
-        self._buffer = bytearray()
+        self._cut, self._lines = Lines(), deque[bytes]()
         self._received_bytes = 0
-        self._began_at = 0  # Of the last line: how many bytes had come before it.
+        # How many bytes had come before the last line, and up to its end.
+        self._began_at = self._ended_at = 0
         for fd in fds:
             os.set_blocking(fd, False)
 
@@ -69,11 +72,10 @@ class StdioTransport:
 
     async def _next(self, silence_s: float) -> Message:
         while True:
-            line, newline, rest = self._buffer.partition(b"\n")
-            if newline:
-                self._began_at = self._received_bytes - len(self._buffer)
-                self._buffer = rest
-                message = _parse(bytes(line)) if line.strip() else None
+            while self._lines:
+                line = self._lines.popleft()
+                self._began_at, self._ended_at = self._ended_at, self._ended_at + len(line) + 1
+                message = _parse(line) if line.strip() else None
                 # Only the first line can be half; every later one begins after a line end.
                 half, self._may_be_half = self._may_be_half, False
                 if message is not None:
@@ -81,19 +83,15 @@ class StdioTransport:
                 # A blank line carries no message, at the start or later.
                 if half or not line.strip():
                     continue
-                raise MalformedResponseError(f"it sends a line that is not JSON-RPC: {bytes(line[:80])!r}")
+                raise MalformedResponseError(f"it sends a line that is not JSON-RPC: {line[:80]!r}")
             # Counted as bytes arrive, so a line without an end is limited as well.
             if self._received_bytes > self._max_bytes:
                 raise MalformedResponseError(f"it sends more than {self._max_bytes} bytes for one request")
-            try:
-                data = os.read(self._read_fd, _CHUNK_BYTES)
-            except BlockingIOError:
-                await wait_until_ready(self._read_fd, silence_s, writing=False)
-                continue
+            data = await read_some(self._read_fd, _CHUNK_BYTES, silence_s)
             if not data:
                 # An empty read means that every process with the other end has closed it or ended.
                 raise MalformedResponseError("it closed its stdout without a response")
-            self._buffer += data
+            self._lines += self._cut.feed(data)
             self._received_bytes += len(data)
 
 

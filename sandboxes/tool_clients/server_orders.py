@@ -1,8 +1,10 @@
 """Calls to tool servers: the order that starts a server, the request of a call, and the spool of its response."""
 
 import hashlib
+import math
 import shlex
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +14,10 @@ from sandboxes.calls import ToolCall, ToolResult, content_type
 from sandboxes.errors import SandboxError, ServerError
 from sandboxes.http_message import InvalidRequestError, of_tool_server, request_head
 from sandboxes.ipc.server_messages import ServerOrder
-from sandboxes.listener import Headers, Listener
+from sandboxes.listener import Headers, Leaving, Listener
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.tool_clients import harness
+from sandboxes.tool_clients.http1 import MalformedResponseError
 
 _READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _MEMORY_BYTES = 1 << 20
@@ -87,10 +90,15 @@ def volatile(call: ToolCall) -> bool:
 class Spool(Listener):
     """Keeps the response to a call while it arrives, and passes it on, in constant memory: large ones go to a file."""
 
-    def __init__(self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path) -> None:
-        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept."""
+    def __init__(
+        self, call: ToolCall, listener: Listener | None, *, max_bytes: int, folder: Path, rest_s: float
+    ) -> None:
+        """Begin the spool of the response to a call, of which at most `max_bytes` of body are kept.
+
+        `rest_s` is the longest time until the response ends once its client has left.
+        """
         # The file in `folder` has no name and so leaves nothing behind after a crash.
-        self._listener, self._max_bytes = listener, max_bytes
+        self._listener, self._max_bytes, self._rest_s, self._left_at = listener, max_bytes, rest_s, math.inf
         # Without a name on disk, the file goes with its last descriptor, a killed process included.
         self._file = tempfile.SpooledTemporaryFile(max_size=_MEMORY_BYTES, dir=str(folder))  # noqa: SIM115 - see `close`
         self._digest = hashlib.sha256()
@@ -110,7 +118,12 @@ class Spool(Listener):
             await self._listener.head(status, self._headers)
 
     async def data(self, chunk: bytes) -> None:
-        """Keep and pass on a piece of the body."""
+        """Keep and pass on a piece of the body. Raises MalformedResponseError if the rest takes too long for nobody."""
+        if isinstance(self._listener, Leaving) and self._listener.gone:
+            self._left_at = min(self._left_at, time.monotonic())
+            # Calls of a rollout run one at a time: a response without end would hold up all that follow.
+            if time.monotonic() - self._left_at > self._rest_s:
+                raise MalformedResponseError(f"its response did not end within {self._rest_s:g} s of its client's end")
         # Size and digest go on beyond the limit: they stand for the body in the record.
         self._size += len(chunk)
         self._digest.update(chunk)

@@ -38,7 +38,10 @@ from sandboxes.tool_clients.http1 import MalformedResponseError
 MESSAGES_TYPE = "application/vnd.forkpoint.messages+json"
 QUIET_S = 0.25
 """If the client gave no number of answers, they end after this long without a message."""
-_CHUNK_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 12
+"""How much is read in a turn of the event loop. Four kilobytes of pings take 50 ms."""
+_FRAMES = 100_000
+"""Most frames from one message of the client to the next."""
 _HANDSHAKE_HEADERS = frozenset({"host", "origin", "content-type", "content-length"})
 """Headers of a client's request that do not go into the handshake with the server."""
 
@@ -80,7 +83,7 @@ class Socket:
     def __init__(self, fds: Sequence[int], call: ToolCall, port: int, *, max_bytes: int, opened: bool) -> None:
         """Take over the pipes of a connection; `opened`: it comes from a checkpoint, with its handshake behind it."""
         self._write_fd, self._read_fd = fds
-        self._max_bytes, self._received_bytes = max_bytes, 0
+        self._max_bytes, self._received_bytes, self._received_frames = max_bytes, 0, 0
         path, _, query = call.arguments["target"].partition("?")
         offered = [Subprotocol(name) for name in call.arguments["subprotocols"]]
         # No compression: its window would be state of this end, which no checkpoint holds.
@@ -152,7 +155,7 @@ class Socket:
         OSError if the connection broke, and TimeoutError if the server was silent for `silence_s`.
         """
         # The limit is for each message and its answers, not for the connection's whole life.
-        self._received_bytes = 0
+        self._received_bytes = self._received_frames = 0
         received = ServerMessages([*self._messages])
         self._messages.clear()
         # The end may have come between two calls, in which case the client has to be shown why.
@@ -214,13 +217,15 @@ class Socket:
         except (WebSocketException, EOFError) as error:
             self._failure = self._failure or f"its WebSocket broke: {error}"
         # A close or an error may come in one piece with messages, so the events are handled first.
-        for event in self._protocol.events_received():
+        events = self._protocol.events_received()
+        self._received_frames += len(events)
+        for event in events:
             self._handle(event)
         # The parser keeps its error and does not raise it.
         if data and self._protocol.parser_exc is not None and self._protocol.close_rcvd is None:
             self._failure = self._failure or f"it breaks the WebSocket protocol: {self._protocol.parser_exc}"
-        if self._received_bytes > self._max_bytes:
-            self._failure = f"it sends more than {self._max_bytes} bytes"
+        if self._received_bytes > self._max_bytes or self._received_frames > _FRAMES:
+            self._failure = f"it sends more than {self._max_bytes} bytes, or {_FRAMES} frames"
         # A connection that has ended takes no reply.
         if data:
             self._reply()

@@ -107,7 +107,7 @@ class HttpSandbox:
         body = call.body if session is None else session.outgoing(call.body, call)
         content, length = _content(call, body)
         silence_s = server.timeout_s or self._spec.limits.timeout_s
-        spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder)
+        spool = Spool(call, listener, max_bytes=server.answer_bytes, folder=self._folder, rest_s=silence_s)
         answer = _Answer(server, spool)
         method, target, headers = call.arguments["method"], call.arguments["target"], _headers(call, session)
         try:

@@ -124,7 +124,8 @@ def probe(path: Path, max_duration_s: float) -> dict[str, Any]:
             _require_memory(stream, path.stat().st_size)
             raise VideoError("empty", "the video has no pictures: 0 frames")
         _not_cut_off(claimed, stream, summary)
-        length = summary.end_s - summary.start_s
+        # Some rates leave less than a millisecond, or than a float of that size can tell.
+        length = max(0.001, summary.end_s - summary.start_s)
     with opened(path) as container:
         stream = pictures_of(container)
         first = next(decoded_frames(container, stream), None)

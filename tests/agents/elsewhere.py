@@ -1,5 +1,6 @@
 """A server outside Forkpoint's care, for tests: it lives in the test's own process, and tells what it was asked."""
 
+import gzip
 import json
 import random
 import threading
@@ -136,7 +137,12 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _say(self, value: Any, status: int = 200, cookie: str = "") -> None:
         data = json.dumps(value).encode()
+        # As the middleware of many servers does it.
+        compressed = status == 200 and "gzip" in self.headers.get("Accept-Encoding", "")
+        data = gzip.compress(data) if compressed else data
         self.send_response(status)
+        if compressed:
+            self.send_header("Content-Encoding", "gzip")
         if cookie:
             self.send_header("Set-Cookie", f"who={cookie}.{random.random()}; Path=/")  # noqa: S311
         self.send_header("Content-Type", "application/json")

@@ -315,6 +315,37 @@ def test_tool_names_distinguish_several_servers(proxy: Proxy) -> None:
 OVER_HTTP = {"url": "http://127.0.0.1:9000/mcp", "args": ["/srv.py", "9000"]}
 
 
+FORGETS = """
+import http.server, json, uuid
+sessions = set()
+class Handler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_): ...
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        known, session = self.headers.get("Mcp-Session-Id") in sessions, str(uuid.uuid4())
+        if asked["method"] == "initialize":
+            sessions.add(session)
+        elif asked.get("params", {}).get("name") == "forget":
+            sessions.clear()
+        answer = {"jsonrpc": "2.0", "id": asked.get("id"), "result": {"content": []}}
+        self.send_response(200 if known or asked["method"] == "initialize" else 404)
+        self.send_header("Mcp-Session-Id", session)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(answer).encode())
+http.server.ThreadingHTTPServer(("127.0.0.1", 9000), Handler).serve_forever()
+"""
+
+
+def test_session_that_a_server_has_lost_is_begun_again(proxy: Proxy) -> None:
+    """As the specification has it; no client could, because its own session is with the proxy."""
+    entry = {"command": "python3", "args": ["/f.py"], "url": OVER_HTTP["url"]}
+    proxy.put("forgets", files={"/f.py": FORGETS}, mcp_servers={"f": entry})
+    agent = Agent(proxy, "/t/forgets/r/a/mcp/f")
+    for tool in ("any", "forget", "any"):
+        assert json.loads(agent.tool(tool).text.rpartition("data: ")[2] or "{}")["result"] == {"content": []}
+
+
 @pytest.fixture(params=["stdio", "http"])
 def served(request: pytest.FixtureRequest, proxy: Proxy) -> str:
     """Return the name of a task whose server speaks over its pipes, or over a port of its sandbox."""

@@ -80,6 +80,13 @@ def test_second_rollout_gets_identical_bytes_from_the_tree(proxy: Proxy, task: s
     assert answers["b"][4].status_code == 500
 
 
+def test_hit_of_head_has_no_length_that_is_not_known(proxy: Proxy, task: str) -> None:
+    """A server that sends chunks says no length, and 0 would be wrong."""
+    answers = [proxy.client.head(f"/t/{task}/r/{rollout}/api/stream?n=0") for rollout in ("a", "b")]
+    assert answers[1].headers["cache-status"] == HIT
+    assert ["content-length" in answer.headers for answer in answers] == [False, False]
+
+
 def test_server_memory_is_state(proxy: Proxy, task: str) -> None:
     """Changes of a server's memory split the tree; reads do not."""
     base = f"/t/{task}/r/{{}}/api"
@@ -175,6 +182,15 @@ def test_lost_client_does_not_cancel_the_run(proxy: Proxy, task: str) -> None:
 
 def _waiting(proxy: Proxy, task: str) -> int:
     return proxy.engine.tasks.rollouts.running[task, "a"].waiting
+
+
+def test_response_without_end_ends_after_its_client(proxy: Proxy, limited: str) -> None:
+    """Such as that of an event stream: the rollout's next call would wait for ever."""
+    base = f"/t/{limited}/r/a/api"
+    with proxy.client.stream("GET", f"{base}/endless") as response:
+        assert next(response.iter_raw()) == b"."
+    assert proxy.client.post(f"{base}/put", json={"x": "1"}, timeout=30).json() == {"x": "1"}
+    assert proxy.outcomes(limited, "a") == ["miss"]
 
 
 def test_response_too_long_to_record_is_passed_on(proxy: Proxy) -> None:

@@ -37,6 +37,14 @@ class Handler(BaseHTTPRequestHandler):
                 self._send(200, b"", {"Set-Cookie": "s=1; Path=/; Domain=localhost"})
             case "/stream":
                 self._stream(int(dict(parse_qsl(parts.query))["n"]))
+            case "/endless":
+                self.send_response(200)
+                self.send_header("Connection", "close")
+                self.end_headers()
+                while True:
+                    self.wfile.write(b".")
+                    self.wfile.flush()
+                    time.sleep(0.1)
             case "/big":
                 self._send(200, os.urandom(1 << 16) * (int(dict(parse_qsl(parts.query))["mb"]) * 16))
             case "/nothing":

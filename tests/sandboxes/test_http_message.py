@@ -46,6 +46,7 @@ def test_tool_servers_cannot_speak_for_the_proxy() -> None:
         ("Server-Timing", "tool"),
         ("Access-Control-Allow-Origin", "*"), ("access-control-allow-credentials", "true"), ("Alt-Svc", "h3=evil:443"),
         ("Strict-Transport-Security", "max-age=1"), ("Clear-Site-Data", '"*"'), ("Connection", "close, x-hop"),
-        ("X-Hop", "1"), ("Transfer-Encoding", "chunked"), ("Trailer", "x-forkpoint-node"), ("Keep-Alive", "9"),
+        ("X-Hop", "1"), ("X-Broken", "a\x01b"),
+        ("Transfer-Encoding", "chunked"), ("Trailer", "x-forkpoint-node"), ("Keep-Alive", "9"),
     )  # fmt: skip
     assert of_tool_server((*dropped[:7], *kept, *dropped[7:])) == kept

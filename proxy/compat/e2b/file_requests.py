@@ -110,9 +110,12 @@ def _decompressed_body(request: Request) -> bytes:
         data = unzip.decompress(request.body, MAX_UNZIPPED_BYTES)
     except zlib.error as error:
         raise RefusalError(400, "content-encoding", f"The body is not gzip: {error}.") from None
-    if not unzip.eof:
+    # More than one gzip file in a row is one to some servers, and its beginning to others.
+    if not unzip.eof or unzip.unused_data:
         raise RefusalError(
-            400, "content-encoding", f"The gzipped body is cut off, or larger than {MAX_UNZIPPED_BYTES} bytes."
+            400,
+            "content-encoding",
+            f"The gzipped body is cut off, larger than {MAX_UNZIPPED_BYTES} bytes, or more than one gzip file.",
         )
     return data
 

@@ -234,17 +234,17 @@ def _input(message: dict[str, Any]) -> tuple[bytes, dict[str, Any]]:
 
 def _stream_input(request: Request) -> ProcessRequest:
     """Read a whole stream of input as one write: where the client cut it into pieces has no meaning."""
-    pid, tag, data, arguments = None, "", b"", dict[str, Any]()
+    pid, tag, pieces, arguments = None, "", list[bytes](), dict[str, Any]()
     # Messages are `start` with the selector, `data` with input, or `keepalive`.
     for message in connect.messages(request.body):
         if isinstance(message.get("start"), dict):
             pid, tag = _selected(message["start"])
         if isinstance(message.get("data"), dict):
             piece, arguments = _input(message["data"])
-            data += piece
+            pieces.append(piece)
     if pid is None and not tag:
         raise RefusalError(400, "input", "A stream of input must begin with a message that selects a process.")
-    return ProcessRequest("write", pid, tag, data=data, arguments=arguments)
+    return ProcessRequest("write", pid, tag, data=b"".join(pieces), arguments=arguments)
 
 
 def _keepalive_s(request: Request) -> float:

@@ -36,7 +36,10 @@ class Model:
     headers: Mapping[str, str]
 
     async def respond(self, request: Mapping[str, Any]) -> ModelResponse:
-        """Return the response to a request of `Path.waiting`. Raises RefusalError (502) once all retries failed."""
+        """Return the response to a request of `Path.waiting`. Raises RefusalError (502) once all retries failed.
+
+        What no server can be sent is answered with 400, as a server answers it.
+        """
         for pause_s in (*PAUSES_S, None):
             try:
                 response = await self._respond(request)
@@ -46,7 +49,8 @@ class Model:
             except (OSError, TimeoutError, MalformedResponseError) as error:
                 problem = str(error) or type(error).__name__
             except InvalidRequestError as error:
-                raise RefusalError(502, "model", f"the harness's request cannot be sent: {error}") from error
+                # Any program in the sandbox may have sent it, and it is wrong however often it is tried.
+                return ModelResponse(400, "text/plain", f"the request cannot be sent: {error}".encode())
             if pause_s is not None:
                 await asyncio.sleep(pause_s)
         raise RefusalError(

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from proxy.tree.keys import CallKey, call_key
+from proxy.tree.keys import CallKey, UncanonicalArgumentsError, call_key
 from sandboxes.calls import ToolCall
 from sandboxes.tool_clients.json_text import parse_json
 
@@ -71,13 +71,21 @@ def without_response(path: Path, begin: Mapping[str, Any] | None = None) -> tupl
 
 
 def delivery(path: Path, response: ModelResponse) -> tuple[ToolCall, CallKey]:
-    """Return the call, with its key, that delivers a response to its request. Raises UncanonicalArgumentsError."""
+    """Return the call, with its key, that delivers a response to its request."""
     request = path.waiting_for(response.asked)
     common = {"connection": request["connection"], "others": len(path.waiting) > 1, "status": response.status}
-    headers, same = [["content-type", response.media_type]], canonical(response)
-    arguments = {**common, "headers": headers, "said": "\n".join(said(same)), "asked": kind_of_request(request)}
-    key = call_key(ToolCall(ENDPOINT, "deliver", {**common, "response": same}))
+    try:
+        words, key = _words_and_key(common, canonical(response))
+    # What is read may be nested more deeply than what can be written.
+    except (UncanonicalArgumentsError, orjson.JSONEncodeError):
+        words, key = _words_and_key(common, _as_text(response))
+    headers = [["content-type", response.media_type]]
+    arguments = {**common, "headers": headers, "said": "\n".join(words), "asked": kind_of_request(request)}
     return ToolCall(ENDPOINT, "deliver", arguments, response.body), key
+
+
+def _words_and_key(common: Mapping[str, Any], same: Any) -> tuple[list[str], CallKey]:
+    return said(same), call_key(ToolCall(ENDPOINT, "deliver", {**common, "response": same}))
 
 
 def response_of(call: ToolCall) -> ModelResponse | None:
@@ -102,14 +110,21 @@ def kind_of_request(request: Mapping[str, Any]) -> str:
 
 def canonical(response: ModelResponse) -> Any:
     """Return what two responses that are the same have in common, as JSON; the text of a body that is none."""
-    kind = response.media_type.partition(";")[0].strip().lower()
     try:
-        if kind == "text/event-stream":
+        if _kind(response) == "text/event-stream":
             return ["events", *_joined(part for text in _events(response.body) for part in _parted(_event(text)))]
         return ["json", _kept(parse_json(response.body))]
     # A body that is nested too deeply is compared as it is.
     except (orjson.JSONDecodeError, RecursionError):
-        return ["text", kind, response.body.decode(errors="backslashreplace")]
+        return _as_text(response)
+
+
+def _as_text(response: ModelResponse) -> list[str]:
+    return ["text", _kind(response), response.body.decode(errors="backslashreplace")]
+
+
+def _kind(response: ModelResponse) -> str:
+    return response.media_type.partition(";")[0].strip().lower()
 
 
 def said(value: Any) -> list[str]:

@@ -107,7 +107,7 @@ def _reported(fields: dict[str, Any], length: int) -> tuple[Reported, ...]:
     values, seconds, first = fields.get("values"), fields.get("tool_exec_times"), fields.get("start_idx", 0)
     if not isinstance(values, list) or not isinstance(seconds, list) or not isinstance(first, int):
         raise RefusalError(422, "values", "values and tool_exec_times must be lists, and start_idx a number.")
-    if first + len(values) != length or not values:
+    if first < 0 or first + len(values) != length or not values:
         raise RefusalError(422, "values", f"{len(values)} values from {first} on are not the end of {length} calls.")
     if not all(isinstance(each, int | float) for each in seconds):
         raise RefusalError(422, "tool_exec_times", "tool_exec_times must be numbers.")

@@ -86,7 +86,8 @@ def test_requests_that_wait_together_are_answered_one_after_the_other() -> None:
     async def go() -> None:
         script = """
 def one(word):
-    print(word, ask('/v1/messages', word)[1], flush=True)
+    # In one write: threads share the output.
+    print(f"{word} {ask('/v1/messages', word)[1]}\\n", end="", flush=True)
 threads = [threading.Thread(target=one, args=(word,)) for word in 'abc']
 for thread in threads: thread.start()
 for thread in threads: thread.join()
@@ -136,7 +137,7 @@ ask('/v1/messages', 'last')
         (harness_relay.HEADER.pack(1, b"d", 1 << 30), "too long"),
         (harness_relay.HEADER.pack(0, b"x", 3) + b"no\n", "how it has ended"),
         (harness_relay.HEADER.pack(1, b"d", 7) + b"garbage", None),
-        (harness_relay.HEADER.pack(1, b"d", 9) + b"\r\r\n\n\0\0\0\0\0", "not HTTP"),
+        (b"".join(harness_relay.HEADER.pack(n, b"e", 0) for n in range(9999)), "connections"),
         (b"", "has ended"),
     ],
 )
@@ -150,6 +151,68 @@ def test_what_any_program_writes_to_the_pipe_ends_the_turn_alone(written: bytes,
             with pytest.raises(MalformedResponseError, match=part or "has ended"):
                 await port.turn(None)
             port.close()
+
+    asyncio.run(go())
+
+
+def test_pipe_that_is_filled_without_end_keeps_nothing_else_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program fills the relay's pipe with empty frames, faster than they are read."""
+    monkeypatch.setattr(harness, "_TURN_BYTES", 4 << 20)
+    program = f"import os\nwhile True: os.write(1, {harness_relay.HEADER.pack(1, b'd', 0)!r} * 7000)"
+
+    async def go() -> None:
+        reading, writing = os.pipe()
+        filling = subprocess.Popen([sys.executable, "-c", program], stdout=writing)  # noqa: ASYNC220
+        os.close(writing)
+        port = ModelPort([os.open("/dev/null", os.O_WRONLY), reading], 20.0)
+        turn = asyncio.ensure_future(port.turn(None))
+        try:
+            # Of these turns of the loop, a turn of the harness that never waits would leave none.
+            for _ in range(20):
+                await asyncio.sleep(0)
+                assert not turn.done()
+            with pytest.raises(MalformedResponseError, match="bytes in a turn"):
+                await turn
+        finally:
+            filling.kill()
+            filling.wait()
+            port.close()
+
+    asyncio.run(go())
+
+
+def test_request_that_is_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "_REQUEST_BYTES", 1000)
+
+    async def go() -> None:
+        async with relayed("print(ask('/v1/messages', 'x' * 2000)[0]); ask('/v1/messages', 'y')") as (port, begin):
+            (request,) = (await port.turn(begin)).requests
+            turn = await port.turn(answer(request["connection"], ""))
+            assert turn.exit == {"code": 0, "log": "400\n"}
+
+    asyncio.run(go())
+
+
+def test_what_is_no_http_request_is_refused_and_the_harness_goes_on() -> None:
+    """As any server does: a program of the agent may try the port, or send its next request early."""
+    script = """
+import socket
+def refused(data):
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(data)
+        return connection.makefile("rb").readline().decode().strip()
+print(refused(bytes([22, 3, 1] + [0] * 300)), refused(b"GET / HTTP/1.1\\r\\nHost: a\\r\\n\\r\\n" * 2))
+early = socket.create_connection(("127.0.0.1", PORT))
+early.sendall(b"POST /v1/messages HTTP/1.1\\r\\nHost: a\\r\\nContent-Length: 2\\r\\n\\r\\nhi\\r\\nGET /")
+print(early.makefile("rb").read()[-5:].decode())
+"""
+
+    async def go() -> None:
+        async with relayed(script) as (port, begin):
+            (request,) = (await port.turn(begin)).requests
+            assert body_of(request) == b"hi"
+            turn = await port.turn(answer(request["connection"], "reply"))
+            assert turn.exit == {"code": 0, "log": "HTTP/1.1 400 Bad Request HTTP/1.1 404 Not Found\nreply\n"}
 
     asyncio.run(go())
 

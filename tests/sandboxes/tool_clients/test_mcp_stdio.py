@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
 import orjson
 
@@ -13,10 +16,38 @@ def line(**members: object) -> bytes:
     return orjson.dumps({"jsonrpc": "2.0", **members}) + b"\n"
 
 
-def received(waiting: bytes, answers: bytes) -> list[Message]:
-    """Return what a request passes on if some bytes wait in the pipe before it, and others come after it."""
+class Writing(Protocol):
+    """Writes bytes of a server, once the server has read something."""
+
+    def __call__(self, data: bytes, *, at_once: bool = False) -> Coroutine[Any, Any, None]: ...
+
+
+@asynccontextmanager
+async def piped(*, fresh: bool = True) -> AsyncIterator[tuple[StdioTransport, Writing]]:
+    """Give a transport, and what writes as its server."""
     from_us, to_server = os.pipe()
     from_server, to_us = os.pipe()
+    transport = StdioTransport([to_server, from_server], max_bytes=16 << 20, fresh=fresh)
+
+    def write(data: bytes) -> None:
+        with open(to_us, "wb", closefd=False) as file:
+            file.write(data)
+
+    async def server(data: bytes, *, at_once: bool = False) -> None:
+        if not at_once:
+            await asyncio.to_thread(os.read, from_us, 999)
+        await asyncio.to_thread(write, data)
+
+    try:
+        yield transport, server
+    finally:
+        transport.close()
+        os.close(from_us)
+        os.close(to_us)
+
+
+def received(waiting: bytes, answers: bytes) -> list[Message]:
+    """Return what a request passes on if some bytes wait in the pipe before it, and others come after it."""
     got: list[Message] = []
 
     async def receive(message: Message) -> bool:
@@ -24,17 +55,13 @@ def received(waiting: bytes, answers: bytes) -> list[Message]:
         return "method" not in message
 
     async def go() -> None:
-        os.write(to_us, waiting)
-        transport = StdioTransport([to_server, from_server], max_bytes=1 << 20, fresh=not waiting)
-        asking = asyncio.ensure_future(transport.exchange({"id": ID, "method": "tools/call"}, receive, 5.0))
-        await asyncio.to_thread(os.read, from_us, 999)
-        os.write(to_us, answers)
-        await asking
-        transport.close()
+        async with piped(fresh=not waiting) as (transport, server):
+            await server(waiting, at_once=True)
+            asking = asyncio.ensure_future(transport.exchange({"id": ID, "method": "tools/call"}, receive, 5.0))
+            await server(answers)
+            await asking
 
     asyncio.run(go())
-    os.close(from_us)
-    os.close(to_us)
     return got
 
 

@@ -49,6 +49,16 @@ def remade(source: Path, target: Path, wanted: Callable[[Any], bool], **options:
                 out.mux(packet)
 
 
+def test_video_of_a_moment_has_a_length(tmp_path: Path) -> None:
+    """A hostile rate leaves less than a millisecond to a picture."""
+    with av.open(str(tmp_path / "moment.mp4"), "w") as out:
+        stream = out.add_stream("mpeg4", rate=60_000)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        out.mux([*stream.encode(av.VideoFrame(64, 48)), *stream.encode(None)])
+    answer = loaded(tmp_path, tmp_path / "moment.mp4")
+    assert (answer.status, answer.json["duration_s"]) == (200, 0.001)
+
+
 @pytest.mark.parametrize("content", [b"#!/bin/sh\necho no video\n", bytes(range(256)) * 64])
 def test_file_without_video_is_an_error(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "notes.mp4").write_bytes(content)

@@ -191,6 +191,13 @@ def test_invalid_rpc_has_connect_code(request_: Request, code: str) -> None:
     assert refused.value.code == code
 
 
+def test_gzip_file_behind_another_is_refused() -> None:
+    """Some servers unpack all of them, and others the first one: half of a file must not pass for the whole."""
+    raw = (("content-type", "application/octet-stream"), ("content-encoding", "gzip"))
+    with pytest.raises(RefusalError, match="more than one gzip file"):
+        e2b.read(Request("POST", "/files?path=/a", raw, gzip.compress(b"abc") + gzip.compress(b"def")), SPEC)
+
+
 @pytest.mark.parametrize(
     ("method", "target", "body", "status"),
     [

@@ -96,6 +96,20 @@ def test_bytes_that_are_no_json_are_compared_as_they_are() -> None:
     assert canonical(one) == canonical(one) != canonical(other)
 
 
+@pytest.mark.parametrize("depth", [100, 250, 300, 900, 2000])
+@pytest.mark.parametrize(
+    "form", ['{"content": [{"name": "x", "input": {"a": %s}}]}', '{"content": %s}', "data: [%s]\n\n"]
+)
+def test_response_of_any_depth_is_delivered(form: str, depth: int) -> None:
+    """What is read may be nested more deeply than what can be written."""
+    path = Path(waiting=[{"connection": 1, "target": "/v1/messages", "body": "{}"}])
+    body = (form % ("[" * depth + "]" * depth)).encode()
+    kind = "application/json" if form.startswith("{") else "text/event-stream"
+    call, key = delivery(path, ModelResponse(200, kind, body))
+    assert call.body == body
+    assert delivery(path, ModelResponse(200, kind, body))[1] == key != delivery(path, ModelResponse(200, kind, b""))[1]
+
+
 def test_a_recorded_response_goes_to_the_request_of_its_kind() -> None:
     def request(connection: int, tools: int) -> dict[str, Any]:
         body = json.dumps({"model": "m", "tools": [{}] * tools})

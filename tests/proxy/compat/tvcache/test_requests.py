@@ -60,6 +60,7 @@ def test_answers_that_are_certain_are_reported(changes: dict[str, object], answe
         (put(values=None), 422),
         (put(values=[], tool_exec_times=[], start_idx=2), 422),
         (put(start_idx=0), 422),
+        (put(values=["1", "2", "3"], tool_exec_times=[0.1] * 3, start_idx=-1), 422),
         (put(tool_exec_times=["x"]), 422),
         (put(env_id=7), 422),
         (request("PUT", "/put", [1]), 422),
