@@ -7,8 +7,6 @@ Up to version 2025-11-25, `initialize` gives the client a session, which is the 
 call is the tool's name and arguments, without ID, `_meta` and headers; `answer` puts the result under the request's ID.
 """
 
-import json
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +18,7 @@ from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
 from sandboxes.spec import EnvironmentSpec
-from sandboxes.tool_clients.json_text import parse_json
+from sandboxes.tool_clients.json_text import exceeds_64_bits, parse_json
 
 MODERN = "2026-07-28"
 HANDSHAKES = ("2025-11-25", "2025-06-18", "2025-03-26", "2024-11-05")
@@ -41,8 +39,6 @@ _NO_SUCH = dict.fromkeys(
     ("resources/subscribe", "resources/unsubscribe", "subscriptions/listen"),
     "subscriptions are not supported behind Forkpoint: a resource is read at the rollout's state, with resources/read.",
 )
-_LONG_NUMBER = re.compile(rb"[0-9]{19}")
-"""Matches integers that may exceed 64 bits, which the parser would silently turn into floats."""
 _VERSION_META = "io.modelcontextprotocol/protocolVersion"
 
 
@@ -318,7 +314,7 @@ def _parsed_message(request: base.Request) -> _Message:
         value, fault = error.value, str(error)
     if value.get("jsonrpc") != "2.0":
         raise RefusalError(400, "json", "the body must be one JSON-RPC 2.0 message.")
-    if not fault and _LONG_NUMBER.search(request.body) and _exceeds_64_bits(request.body):
+    if not fault and exceeds_64_bits(request.body):
         raise RefusalError(400, "json", "a number exceeds 64 bits. Send it as a string.")
     params = value.get("params") or {}
     if not isinstance(params, dict) or not isinstance(value.get("id"), str | int | None):
@@ -332,18 +328,6 @@ def _parsed_message(request: base.Request) -> _Message:
         raise _UnsupportedError(str(version))
     params = {**params, "_meta": meta or {}}
     return _Message(str(value["method"]), params, value.get("id"), fault, modern=version == MODERN)
-
-
-def _exceeds_64_bits(body: bytes) -> bool:
-    """Return whether a JSON text has an integer beyond 64 bits."""
-    try:
-        # The one keeps all digits of an integer, and the other refuses what is longer. Both are one call in C.
-        orjson.dumps(json.loads(body))
-    except orjson.JSONEncodeError as error:
-        return "Recursion" not in str(error)
-    except RecursionError:
-        return False
-    return False
 
 
 class _UnsupportedError(_McpError):

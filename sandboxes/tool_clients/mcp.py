@@ -17,6 +17,7 @@ import orjson
 from sandboxes.listener import Cancellable, Listener
 from sandboxes.task_owner import start
 from sandboxes.tool_clients.http1 import MalformedResponseError
+from sandboxes.tool_clients.json_text import exceeds_64_bits, parse_json
 
 Message = dict[str, Any]
 """A JSON-RPC message."""
@@ -241,6 +242,13 @@ def _payload(response: Message) -> Message:
 def cancellation() -> Message:
     """Return the notification that cancels the request under way."""
     return {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": ID}}
+
+
+def parsed(data: bytes) -> Any:
+    """Return a server's message. Raises orjson.JSONDecodeError; MalformedResponseError for a number it would lose."""
+    if exceeds_64_bits(data):
+        raise MalformedResponseError("it sends an integer beyond 64 bits, which cannot be passed on as it is")
+    return parse_json(data)
 
 
 def _reply(request: Message) -> Message:

@@ -20,9 +20,8 @@ from sandboxes.http_message import request_head
 from sandboxes.listener import Headers, Listener
 from sandboxes.task_owner import start
 from sandboxes.tool_clients.http1 import MalformedResponseError, exchange
-from sandboxes.tool_clients.json_text import parse_json
 from sandboxes.tool_clients.lines import Lines
-from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, SessionLostError, cancellation
+from sandboxes.tool_clients.mcp import HELLO, MODERN, VERSION, Message, Receive, SessionLostError, cancellation, parsed
 
 Connect = Callable[[], Awaitable[socket.socket]]
 """Opens another connection to the server."""
@@ -224,7 +223,7 @@ class _ResponseReader(Listener):
     async def _handle_event(self, data: bytes) -> None:
         if data:
             try:
-                message = parse_json(data)
+                message = parsed(data)
             except orjson.JSONDecodeError:
                 raise MalformedResponseError(f"it sends an event that is not JSON-RPC: {data[:80]!r}") from None
             await self._handle(message)

@@ -13,9 +13,8 @@ import orjson
 from sandboxes.linux.descriptors import unread_bytes
 from sandboxes.tool_clients.descriptors import read_some, write_all
 from sandboxes.tool_clients.http1 import MalformedResponseError
-from sandboxes.tool_clients.json_text import parse_json
 from sandboxes.tool_clients.lines import Lines
-from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation
+from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation, parsed
 
 _CHUNK_BYTES = 1 << 16
 """Largest piece that is read at once; a pipe of Linux holds as much."""
@@ -97,7 +96,7 @@ class StdioTransport:
 
 def _parse(line: bytes) -> Message | None:
     try:
-        message = parse_json(line)
+        message = parsed(line)
     except orjson.JSONDecodeError:
         return None
     return message if isinstance(message, dict) else None

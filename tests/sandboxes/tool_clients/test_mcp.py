@@ -153,6 +153,32 @@ def test_half_a_json_response_is_none() -> None:
     asyncio.run(go())
 
 
+@pytest.mark.parametrize("number", [2**64, -(2**63) - 1, 10**30])
+def test_large_integer_is_no_float(number: int) -> None:
+    """A parser makes a float of it, and the agent would get another number: the call fails instead."""
+
+    async def go(body: bytes) -> None:
+        async with over_http(lambda _, __: body) as conversation:
+            with pytest.raises(MalformedResponseError, match="beyond 64 bits"):
+                await conversation.request("ping", {}, silence_s=5)
+
+    message = reply({"n": [7]}).replace(b"7", str(number).encode())
+    for body in (JSON + b"\r\n" + message, EVENTS + b"data:" + message + b"\n\n"):
+        asyncio.run(go(body))
+    with pytest.raises(MalformedResponseError, match="beyond 64 bits"):
+        asked(message + b"\n")
+
+
+def test_numbers_of_64_bits_and_digits_in_texts_stay() -> None:
+    result = {"least": -(2**63), "most": 2**64 - 1, "text": "1" * 40, "float": 1.2345678901234567e300}
+
+    async def go() -> None:
+        async with over_http(lambda _, __: JSON + b"\r\n" + reply(result)) as conversation:
+            assert (await conversation.request("ping", {}, silence_s=5)).payload == {"result": result}
+
+    asyncio.run(go())
+
+
 def test_lost_session_is_told_apart() -> None:
     """A server that was started anew by another process knows no session, and answers 404."""
 
