@@ -53,7 +53,7 @@ class SnapshotStore:
         # The kernel makes a new boot id at each start of the machine.
         boot, mark = boot_id(), self._directory / "boot-id"
         # Without a mark the directory is new, or a loss of power took the mark: what is in it is not to be trusted.
-        rebooted = not mark.exists() or mark.read_text() != boot
+        rebooted = not mark.exists() or mark.read_bytes() != boot.encode()
         spread_below(str(self._directory))
         for entry in sorted(self._directory.iterdir()):
             if len(entry.name) == _SHARE and entry.is_dir():
