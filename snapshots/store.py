@@ -68,10 +68,12 @@ class SnapshotStore:
 
     def _take(self, path: Path, *, rebooted: bool) -> None:
         """Take over a snapshot's file, or remove it if it is of no use."""
-        if rebooted or (snapshot := self._read(path)) is None:
-            _remove(path)
-        else:
-            self._add(snapshot)
+        # A file that the disk does not give now costs its snapshot alone.
+        with contextlib.suppress(OSError):
+            if rebooted or (snapshot := self._read(path)) is None:
+                _remove(path)
+            else:
+                self._add(snapshot)
 
     def _add(self, snapshot: Snapshot) -> Snapshot:
         self._snapshots[snapshot.id] = snapshot
