@@ -21,6 +21,8 @@ from sandboxes.checkpointing import WITHOUT_CHECKPOINTS, Checkpointer, NoCheckpo
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
+from sandboxes.guest.files.disk_watch import free_of
+from sandboxes.host.defaults import LITTLE_ROOM, RESERVE_BYTES
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
@@ -130,6 +132,11 @@ class LocalDriver:
             await sandbox.close()
         if answer["exit_code"] != 0:
             raise SandboxError(f"`true` exited with {answer['exit_code']}: {answer['stderr']}".rstrip(": "))
+
+    def require_reserve(self) -> None:
+        """Raise SandboxError while the disk has too little room for any call; see `ReservingDriver`."""
+        if min(free_of(str(self.machine.layers.uppers))) < RESERVE_BYTES:
+            raise SandboxError(f"{LITTLE_ROOM} at {self.data_dir}")
 
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the launcher. Idempotent."""
