@@ -133,6 +133,8 @@ class Capture(Generic[N]):
         except OSError as error:
             # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)
+            # The driver holds its storage until the next `collect`.
+            self._cache.used_bytes += frozen.size_bytes
             return frozen.state
         # The root is frozen on the way to an answer, right after the set-up: its cost says nothing about other states.
         if node is not tree.root:

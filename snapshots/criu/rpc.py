@@ -120,7 +120,7 @@ class CriuConversation:
             async with asyncio.timeout(OPERATION_S):
                 await self._send(rpc.criu_req(type=kind, opts=opts))
                 # Step 2 repeats until CRIU sends its result, which has the request's type.
-                while (response := await self._receive(rpc.criu_resp)).type == rpc.NOTIFY:
+                while (response := rpc.criu_resp.FromString(await self._receive())).type == rpc.NOTIFY:
                     hook = hooks.get(response.notify.script)
                     external = None if hook is None else await hook()
                     self._stages.add(response.notify.script)
@@ -144,14 +144,14 @@ class CriuConversation:
         except OSError as error:
             raise self._gone(error) from error
 
-    async def _receive(self, kind: "type[rpc_pb2.criu_resp]") -> "rpc_pb2.criu_resp":
+    async def _receive(self) -> bytes:
         try:
             data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_PACKET_BYTES)
         except OSError as error:
             raise self._gone(error) from error
         if not data:
             raise self._gone("it closed the connection")
-        return kind.FromString(data)
+        return data
 
     def _gone(self, why: object) -> CriuError:
         text = f"CRIU exited: {self._logged_reason() or why}"

@@ -241,6 +241,7 @@ def test_a_full_disk_costs_only_the_snapshot(tmp_path: Path, monkeypatch: pytest
         slot = await rig.lease(node)
         assert not await rig.capture.freeze_leased(slot, rig.tree, node)
         assert (slot.state, rig.tally.failures) == (SandboxState.IDLE, ["freeze"])
+        assert rig.cache.used_bytes > 0, "what was frozen stays until something collects"
 
     run(tmp_path, test)
 
