@@ -153,6 +153,10 @@ class Engine:
         self.transfer.open()
         recovery = self.journal.open()
         self.snapshots.open()
+        # A store that was moved away, or put back from a copy, gives numbers of such trees to others.
+        for tree in {snapshot.tree for snapshot in self.snapshots}:
+            if not self.trees.exists(tree):
+                self.cache.drop_tree(tree)
         for damage in recovery.damage:
             self.counts.failure("damaged-journal")
             log.error("the journal is damaged: its rollouts are refused from now on", damage=damage)

@@ -263,6 +263,15 @@ class AdvisingDriver(Protocol):
 
 
 @runtime_checkable
+class ReservingDriver(Driver, Protocol):
+    """A driver whose calls all fail, and end their sandboxes, while the disk has less free than a reserve."""
+
+    def require_reserve(self) -> None:
+        """Raise SandboxError while that is so. Asked before a call, so that a sandbox is not lost with its state."""
+        ...
+
+
+@runtime_checkable
 class TriedDriver(Driver, Protocol):
     """A driver that can find out whether this machine lets its sandboxes run."""
 

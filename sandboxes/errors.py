@@ -38,4 +38,8 @@ class ForbiddenSourceError(SpecError):
 
 
 class NotFreezableError(RuntimeError):
-    """This state cannot be frozen now, for example because processes are running. Its path is replayed instead."""
+    """This state cannot be frozen, for example because processes are running. Its path is replayed instead."""
+
+
+class NotFreezableNowError(NotFreezableError):
+    """The machine failed while a state was frozen, for example by a full disk. The sandbox goes on."""

@@ -16,7 +16,7 @@ import structlog
 
 from sandboxes.driver import EarlyFreezing, FrozenState, Sandbox, fulfils, settle
 from sandboxes.effects import StateDigest
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError, NotFreezableNowError, SandboxError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
 from sandboxes.task_owner import TaskOwner
@@ -133,6 +133,8 @@ class Capture(Generic[N]):
         except OSError as error:
             # Nothing is lost but the snapshot: the sandbox is unchanged and goes on.
             self._report(node, error)
+            # The driver holds its storage until the next `collect`.
+            self._cache.used_bytes += frozen.size_bytes
             return frozen.state
         # The root is frozen on the way to an answer, right after the set-up: its cost says nothing about other states.
         if node is not tree.root:
@@ -190,7 +192,7 @@ class Capture(Generic[N]):
                 try:
                     frozen = await sandbox.begin_freeze()
                 except NotFreezableError as refusal:
-                    node.unfreezable = str(refusal)
+                    _note(node, refusal)
                     return
                 # Noted before a call may run: one that changes nothing would freeze the state again.
                 arrived = asyncio.Event()
@@ -203,22 +205,27 @@ class Capture(Generic[N]):
                 if arriving is arrived:
                     del self._arriving[node]
         # The pool has closed the sandbox by now. Calls that need its state replay, so the error ends here.
-        except (SandboxError, OSError) as error:
+        except (NotFreezableNowError, SandboxError, OSError) as error:
             self._report(node, error)
 
     async def _freeze(self, sandbox: Sandbox, tree: StateTree, node: N, live_from: float) -> NotFreezableError | None:
         try:
             await self.freeze(sandbox, tree, node, live_from)
         except NotFreezableError as refusal:
-            # The reason is a property of the state: no other sandbox at this node is tried.
-            # In memory only: after a restart the state is tried once more.
-            node.unfreezable = str(refusal)
+            _note(node, refusal)
             return refusal
         return None
 
     def _report(self, node: N, error: Exception) -> None:
         self._counters.failure("freeze")
         log.warning("freeze failed", node=node.id, error=str(error))
+
+
+def _note(node: StateNode, refusal: NotFreezableError) -> None:
+    # The reason is a property of the state: no other sandbox at this node is tried.
+    # In memory only: after a restart the state is tried once more.
+    if not isinstance(refusal, NotFreezableNowError):
+        node.unfreezable = str(refusal)
 
 
 def _age_s(live_from: float) -> float:

@@ -53,7 +53,7 @@ class SnapshotStore:
         # The kernel makes a new boot id at each start of the machine.
         boot, mark = boot_id(), self._directory / "boot-id"
         # Without a mark the directory is new, or a loss of power took the mark: what is in it is not to be trusted.
-        rebooted = not mark.exists() or mark.read_text() != boot
+        rebooted = not mark.exists() or mark.read_bytes() != boot.encode()
         spread_below(str(self._directory))
         for entry in sorted(self._directory.iterdir()):
             if len(entry.name) == _SHARE and entry.is_dir():
@@ -68,10 +68,12 @@ class SnapshotStore:
 
     def _take(self, path: Path, *, rebooted: bool) -> None:
         """Take over a snapshot's file, or remove it if it is of no use."""
-        if rebooted or (snapshot := self._read(path)) is None:
-            _remove(path)
-        else:
-            self._add(snapshot)
+        # A file that the disk does not give now costs its snapshot alone.
+        with contextlib.suppress(OSError):
+            if rebooted or (snapshot := self._read(path)) is None:
+                _remove(path)
+            else:
+                self._add(snapshot)
 
     def _add(self, snapshot: Snapshot) -> Snapshot:
         self._snapshots[snapshot.id] = snapshot

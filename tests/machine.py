@@ -190,7 +190,7 @@ class Served:
     def processes(self) -> set[Process]:
         """Return all descendants of the proxy, including those in sandboxes."""
         assert self.process is not None
-        return _descendants(self.process.pid)
+        return descendants(self.process.pid)
 
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")[-8000:]
@@ -351,7 +351,8 @@ def _locked(path: Path) -> bool:
     return False
 
 
-def _descendants(pid: int) -> set[Process]:
+def descendants(pid: int) -> set[Process]:
+    """Return what a process has started, and what that has started."""
     children: dict[int, list[tuple[int, str]]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (stat := _stat(int(entry.name))):

@@ -125,6 +125,19 @@ def test_full_disk_is_an_error_and_not_recorded(folder: Path) -> None:
 
 
 @needs_root
+def test_a_call_without_room_costs_no_state(folder: Path) -> None:
+    """A state cannot be kept, and no replay reaches it. While the disk is full its rollout waits, and then goes on."""
+    with small_disk(folder, 320) as disk, served(disk, warm_sandboxes="0") as proxy, client_of(proxy) as client:
+        exec_(client, "r", "ipcmk -S 1 >/dev/null; sleep 1000 >/dev/null 2>&1 & head -c 9 /dev/urandom | base64 > tag")
+        tag = out(exec_(client, "r", "cat tag"))
+        ballast = fill(disk)
+        for _ in range(2):
+            assert_problem(exec_(client, "r", "cat tag; true"))
+        ballast.unlink()
+        assert out(exec_(client, "r", "cat tag; true")) == tag
+
+
+@needs_root
 def test_failing_restores_of_processes_cost_no_answer(folder: Path) -> None:
     """With a full disk no restore works, and nothing is recorded. With a broken CRIU a replay takes its place."""
     require_criu()

@@ -35,7 +35,7 @@ from proxy.tree.polling import agree
 from proxy.tree.restore_plan import RestorePlan, Way, arrival_age_s, plan_restore, recorded_dwell_s
 from proxy.tree.rollout import Rollout, is_moving
 from proxy.tree.tree import Node, Record, Tree, path
-from sandboxes.driver import Driver, Sandbox, rest
+from sandboxes.driver import Driver, ReservingDriver, Sandbox, fulfils, rest
 from sandboxes.errors import NotFreezableError, SandboxError, SpecError
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.roster import Slot
@@ -82,6 +82,10 @@ class Restorer:
         Raises StateLostError if no way leads to the node, and SandboxError, SpecError or OverloadedError if the
         machine, the spec or the budget does not allow it. So do the other methods that make a sandbox.
         """
+        # A call that fails ends its sandbox, which may be all that is left of the state.
+        driver = driver_of(self._drivers, rollout.tree.spec)
+        if fulfils(driver, ReservingDriver):
+            driver.require_reserve()
         # Looked up before the lease, which makes any sandbox the rollout's own.
         has_own = any(slot.owner == rollout.id for slot in self._pool.roster.at(node))
         age_s = rollout.age_s(time.monotonic())

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from sandboxes.driver import SETTLE_S
 from sandboxes.errors import SandboxError
-from sandboxes.host.defaults import RESERVE_BYTES
+from sandboxes.host.defaults import LITTLE_ROOM
 from sandboxes.host.guest_link import GuestLink
 from sandboxes.ipc.channel import Channel
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
@@ -57,9 +57,8 @@ class Guest:
         if done.message.host_full:
             self.link.die("the machine cannot hold what it does")
             raise SandboxError(
-                f"sandbox {self.link.name} was ended: less than {RESERVE_BYTES >> 20} MB of disk are free at "
-                f"{self._folder}, or it holds the inotify instances or sent descriptors that all sandboxes of this "
-                "machine share"
+                f"sandbox {self.link.name} was ended: {LITTLE_ROOM} at {self._folder}, or it holds the inotify "
+                "instances or sent descriptors that all sandboxes of this machine share"
             )
         # Begun and not awaited: the agent gets its answer, and the next call waits in `settle`.
         self.pending = self._after_call(done.message)

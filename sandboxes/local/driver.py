@@ -21,6 +21,8 @@ from sandboxes.checkpointing import WITHOUT_CHECKPOINTS, Checkpointer, NoCheckpo
 from sandboxes.driver import FrozenState
 from sandboxes.egress.portable_recordings import PortableRecordings
 from sandboxes.errors import SandboxError, SpecError, StateGoneError
+from sandboxes.guest.files.disk_watch import free_of
+from sandboxes.host.defaults import LITTLE_ROOM, RESERVE_BYTES
 from sandboxes.host.root_states import RootState, RootStates, needs_setup, root_key
 from sandboxes.images.images import Images
 from sandboxes.images.store import ImageStore
@@ -101,7 +103,7 @@ class LocalDriver:
 
     def _sweep(self) -> None:
         # The file names the control groups of the last instance. Their processes must end before their layers go.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             for group in orjson.loads((self.data_dir / "instance.json").read_bytes())["cgroups"]:
                 if Path(group).name.startswith("forkpoint-"):
                     sweep(Path(group))
@@ -122,6 +124,11 @@ class LocalDriver:
             await sandbox.close()
         if answer["exit_code"] != 0:
             raise SandboxError(f"`true` exited with {answer['exit_code']}: {answer['stderr']}".rstrip(": "))
+
+    def require_reserve(self) -> None:
+        """Raise SandboxError while the disk has too little room for any call; see `ReservingDriver`."""
+        if min(free_of(str(self.machine.layers.uppers))) < RESERVE_BYTES:
+            raise SandboxError(f"{LITTLE_ROOM} at {self.data_dir}")
 
     async def aclose(self) -> None:
         """Close every sandbox, the spares and the launcher. Idempotent."""
@@ -334,8 +341,11 @@ class LocalDriver:
                 "no control group of version 2. `forkpoint doctor` says more."
             )
 
+        # A clock that was set back gives files of calls earlier times than the root state's.
+        born_ns = min(root.born_ns, time.time_ns())
+
         def make(spare: Spare) -> LocalSandbox:
-            return LocalSandbox(self.machine, spare, spec, base, root.layers, root.born_ns, layers, seals=seals)
+            return LocalSandbox(self.machine, spare, spec, base, root.layers, born_ns, layers, seals=seals)
 
         launcher = self.machine.launcher.pid
         try:

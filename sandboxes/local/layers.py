@@ -158,7 +158,7 @@ class Layers:
         return meta
 
     def size_bytes(self, layer: str) -> int:
-        """Return the bytes that a layer occupies; 0 if what is stored of it is damaged, so that no state can use it."""
+        """Return the bytes that a layer occupies; 0 if that cannot be read, so that no state can use it."""
         return self._facts(layer)[0]
 
     def links(self, ids: Iterable[str]) -> Links:
@@ -167,12 +167,12 @@ class Layers:
         return "other" if "other" in kinds else "regular" if "regular" in kinds else ""
 
     def _facts(self, layer: str) -> tuple[int, Links]:
-        """Return the size and the kind of hard links of a layer; 0 and none if what is stored of it is damaged."""
+        """Return the size and the kind of hard links of a layer; 0 and none if that cannot be read."""
         if layer not in self._known:
             try:
                 meta = self.meta(layer)
                 self._known[layer] = int(meta["size_bytes"]), meta.get("links", "")
-            except (ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError):
                 return 0, ""
         return self._known[layer]
 

@@ -12,6 +12,7 @@ and nothing else of the host. It must load nothing from the sandbox:
 
 import os
 import shutil
+import signal
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,10 @@ _CACHE_FD_PATH = f"/dev/fd/{KERNEL_FD}".encode().ljust(len(_CACHE_PATH), b"\0")
 
 class CriuMissingError(RuntimeError):
     """No CRIU works here; the text says why, and how to get one."""
+
+
+class CriuUntriedError(CriuMissingError):
+    """The machine failed while CRIU was tried: a later attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +126,10 @@ def _probe_kernel(criu: Path) -> bytes:
     try:
         result = subprocess.run(command, capture_output=True, timeout=PROBE_TIMEOUT_S, check=False)  # noqa: S603
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise CriuMissingError(f"{criu} check failed: {error}") from error
+        kind = CriuMissingError if isinstance(error, FileNotFoundError) else CriuUntriedError
+        raise kind(f"{criu} check failed: {error}") from error
+    if result.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        raise CriuUntriedError(f"{criu} check was killed")
     if result.returncode or not result.stdout:
         output = result.stderr.decode(errors="replace").strip().splitlines() or ["it wrote no error"]
         raise CriuMissingError(f"{criu} does not work on this kernel: {output[-1]}")

@@ -14,17 +14,20 @@ notification:
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import json
+import math
 import os
 import secrets
 import socket
 import stat
+import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
 
 from sandboxes.checkpointing import FreezeHook, MappedFiles, ProgramStarter, StandStill
-from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
+from sandboxes.errors import NotFreezableError, NotFreezableNowError, SandboxError, StateGoneError
 from sandboxes.ipc.channel import Channel, ChannelClosedError, PeerFailedError
 from sandboxes.ipc.inherited import INHERITED_FD
 from sandboxes.ipc.launch_messages import (
@@ -41,12 +44,32 @@ from sandboxes.linux.descriptors import close_all
 from sandboxes.linux.files import remove_tree
 from sandboxes.linux.processes import LAST_PID
 from snapshots.criu import image_digest, page_sharing
-from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError
-from snapshots.criu.rpc import CriuConversation, CriuError
+from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError, CriuUntriedError
+from snapshots.criu.rpc import CriuConversation, CriuError, CriuGoneError
 
 START_S = 10.0
 """Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine. The
 value is an estimate."""
+
+AGAIN_S = 10.0
+"""How long after the machine failed CRIU is prepared again. Preparing takes 0.3 s, while a freeze waits."""
+
+
+def _refusal(error: BaseException) -> SandboxError | NotFreezableError | None:
+    """Return what a failed dump means; None if the error says it. With a `SandboxError` the sandbox must not go on."""
+    match error:
+        case CriuGoneError():
+            return SandboxError(f"its processes may be damaged: {error}")
+        case CriuError():
+            # This process tree cannot be dumped; the sandbox is unharmed.
+            is_full = os.strerror(errno.ENOSPC) in str(error)
+            return (NotFreezableNowError if is_full else NotFreezableError)(f"CRIU: {error}{_hint(error)}")
+        case ChannelClosedError() | PeerFailedError() | TimeoutError():
+            # CRIU never ran: the fault is the sandbox's or the machine's.
+            return SandboxError(f"CRIU could not be started: {error}")
+        case OSError():
+            return NotFreezableNowError(f"a checkpoint of its processes could not be written: {error}")
+    return None
 
 
 def _hint(error: CriuError) -> str:
@@ -68,16 +91,19 @@ class CriuCheckpointer:
         self._binary: CriuBinary | None = None
         self._preparing = asyncio.Lock()
         self._unfinished: set[str] = set()
-        self.unavailable_reason = ""
+        self.unavailable_reason, self._try_at = "", 0.0
 
     async def is_available(self) -> bool:
         """Return whether CRIU works here. The first call copies CRIU and probes the kernel."""
         async with self._preparing:
-            if self._binary is None and not self.unavailable_reason:
+            if self._binary is None and time.monotonic() >= self._try_at:
                 try:
                     self._binary = await asyncio.to_thread(CriuBinary.prepare, self._program_dir)
+                    self.unavailable_reason = ""
                 # The reason is kept and not raised: without CRIU, states with processes are reached by replay.
                 except (CriuMissingError, OSError) as error:
+                    is_passing = isinstance(error, CriuUntriedError | OSError)
+                    self._try_at = time.monotonic() + AGAIN_S if is_passing else math.inf
                     self.unavailable_reason = str(error)
         return self._binary is not None
 
@@ -107,11 +133,10 @@ class CriuCheckpointer:
         images = self._directory / name
         # Hidden from `names` until `finish`, so that no collection deletes it and no restore uses it.
         self._unfinished.add(name)
-        images.mkdir(parents=True)
-        # The images hold the memory of the sandbox's processes.
-        images.chmod(0o700)
         was_frozen = False
         try:
+            # The images hold the memory of the sandbox's processes.
+            images.mkdir(mode=0o700, parents=True)
             async with self._operation(images, start, restores=False) as (criu, operator):
                 mapped: MappedFiles = {}
 
@@ -134,30 +159,24 @@ class CriuCheckpointer:
         except BaseException as error:
             # Whatever the error is, including cancellation: incomplete images are of no use.
             await self._remove(name)
-            if isinstance(error, CriuError):
-                # This process tree cannot be dumped; the sandbox is unharmed.
-                raise NotFreezableError(f"CRIU: {error}{_hint(error)}") from error
-            if isinstance(error, ChannelClosedError | PeerFailedError | TimeoutError | OSError):
-                # CRIU never ran: the fault is the sandbox's or the machine's.
-                raise SandboxError(f"CRIU could not be started: {error}") from error
-            raise
+            if (refusal := _refusal(error)) is None:
+                raise
+            raise refusal from error
         return name
 
     async def finish(self, name: str, base: str | None) -> int:
         """Complete a checkpoint, in a thread. See `Checkpointer.finish`."""
         try:
             added = await asyncio.to_thread(self._finish, self._directory / name, base)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             await self._remove(name)
-            raise SandboxError(f"the checkpoint of its processes could not be completed: {error}") from error
+            raise NotFreezableNowError(f"the checkpoint of its processes could not be completed: {error}") from error
         self._unfinished.discard(name)
         return added
 
     def _finish(self, images: Path, base: str | None) -> int:
         if base is not None:
-            # The base may be deleted just now; then nothing is shared.
-            with contextlib.suppress(FileNotFoundError):
-                page_sharing.share(images, self._directory / base)
+            page_sharing.share(images, self._directory / base)
         image_digest.seal(images)
         return sum(path.stat().st_blocks * 512 for path in images.iterdir())
 
@@ -240,9 +259,14 @@ class CriuCheckpointer:
                 criu.close()
                 # No second message comes: the wait ends when the far end closes. A CRIU that hangs is left to the
                 # sandbox's own end, which kills everything in its namespaces.
-                with contextlib.suppress(ChannelClosedError, TimeoutError):
+                try:
                     async with asyncio.timeout(START_S):
                         await operator.receive()
+                except ChannelClosedError:
+                    pass
+                except TimeoutError as error:
+                    if not restores:
+                        raise SandboxError("CRIU does not end, and its processes stand still") from error
         finally:
             # In a thread that no task waits for, because the detached mounts are unmounted by this.
             asyncio.get_running_loop().run_in_executor(None, _close, fds)

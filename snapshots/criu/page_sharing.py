@@ -23,6 +23,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from sandboxes.linux.files import remove_tree
+
 PARENT = "parent"
 """The directory of the parent's images within a checkpoint's. The name is CRIU's."""
 _PAGE = mmap.PAGESIZE
@@ -64,6 +66,22 @@ def share(images: Path, base: Path) -> bool:
     # as they were.
     if not base.is_dir():
         return False
+    try:
+        written = _shared(images, base)
+    except (OSError, ValueError):
+        # The base is damaged or just being deleted, or the disk is full.
+        for left in images.glob(f"*{_NEW}"):
+            left.unlink()
+        remove_tree(images / PARENT)
+        return False
+    # Only now: until here the images are as they were.
+    for new in written:
+        new.rename(new.with_suffix(".img"))
+    return bool(written)
+
+
+def _shared(images: Path, base: Path) -> list[Path]:
+    """Link the base's images, and write what is new; return the files that take the places of the checkpoint's."""
     if _depth(base) >= MOST_PARENTS:
         # A chain begins anew at its first checkpoint, which has most of the pages still.
         while (base / PARENT).is_dir():
@@ -74,19 +92,15 @@ def share(images: Path, base: Path) -> bool:
         for path in sorted(images.glob("pagemap-*.img")):
             head, ranges = read(path)
             if any(part.flags & (_PE_PARENT | _PE_PRESENT) != _PE_PRESENT for part in ranges):
-                return False
+                return []
             split = list(_split(ranges, _opened(_pages_of(path, head), stack), _places(base, path.name, stack)))
             total += sum(part.pages for part in ranges)
             kept += sum(part.pages for part in split if part.flags & _PE_PRESENT)
             shared.append((path, head, split))
         if kept > total * _WORTH:
-            return False
+            return []
         _link(base, images / PARENT)
-        written = [new for path, head, split in shared for new in _write(path, head, split, stack)]
-    # Only now: until here the images are as they were.
-    for new in written:
-        new.rename(new.with_suffix(".img"))
-    return True
+        return [new for path, head, split in shared for new in _write(path, head, split, stack)]
 
 
 def read(path: Path) -> tuple[bytes, tuple[Range, ...]]:

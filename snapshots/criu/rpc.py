@@ -24,6 +24,9 @@ MAX_GHOST_BYTES = 256 << 20
 """Limits a deleted file that is still open: CRIU stores its content in the images, up to this size. The value is an
 estimate."""
 
+STOPPED = "query-ext-files"
+"""The stage of a dump at which the processes stand still, and nothing of them was looked up yet."""
+
 _MAX_PACKET_BYTES = 1 << 16
 """Limits one response. CRIU's responses hold a few numbers and one error text."""
 
@@ -38,6 +41,10 @@ class CriuError(RuntimeError):
     """CRIU could not dump or restore these processes; the text is its own reason."""
 
 
+class CriuGoneError(CriuError):
+    """CRIU ended amid its work, killed or crashed: its code may be left in the processes of a dump."""
+
+
 class CriuConversation:
     """The client's end of one CRIU process, for one request. Closing it lets CRIU exit."""
 
@@ -45,6 +52,7 @@ class CriuConversation:
         """Take over the socket to CRIU. `log` is a descriptor of the file for CRIU's errors; it stays the caller's."""
         end.setblocking(False)
         self._end, self._log = end, log
+        self._stages: set[str] = set()  # The stages that CRIU was let pass.
 
     def close(self) -> None:
         """Close the socket."""
@@ -66,8 +74,8 @@ class CriuConversation:
         """
         options = {"pid": pid, "leave_running": True, "ghost_limit": MAX_GHOST_BYTES, "irmap_scan_paths": watched}
         # Without the first hook, agents could lead CRIU to the host: a CRIU that has no such stage must not dump.
-        stages = await self._operate("DUMP", options, {"query-ext-files": on_held, "post-dump": on_dumped})
-        if "query-ext-files" not in stages:
+        stages = await self._operate("DUMP", options, {STOPPED: on_held, "post-dump": on_dumped})
+        if STOPPED not in stages:
             raise CriuError("this version does not let us look at the processes first (it needs 3.16)")
 
     async def restore(self, inherit: Mapping[str, int], on_restored: Callable[[], Awaitable[None]]) -> None:
@@ -108,7 +116,6 @@ class CriuConversation:
             timeout=OPERATION_S,
             **options,
         )
-        stages: set[str] = set()
         try:
             async with asyncio.timeout(OPERATION_S):
                 await self._send(rpc.criu_req(type=kind, opts=opts))
@@ -116,7 +123,7 @@ class CriuConversation:
                 while (response := rpc.criu_resp.FromString(await self._receive())).type == rpc.NOTIFY:
                     hook = hooks.get(response.notify.script)
                     external = None if hook is None else await hook()
-                    stages.add(response.notify.script)
+                    self._stages.add(response.notify.script)
                     answer = rpc.criu_req(type=rpc.NOTIFY, notify_success=True)
                     if external:
                         answer.opts.CopyFrom(rpc.criu_opts(images_dir_fd=-1, external=external))
@@ -124,21 +131,32 @@ class CriuConversation:
                     await self._send(answer)
         except TimeoutError as error:
             raise CriuError(f"CRIU did not end within {OPERATION_S} s") from error
-        except (OSError, DecodeError) as error:
-            raise CriuError(f"CRIU exited: {self._logged_reason() or error}") from error
+        except DecodeError as error:
+            raise self._gone(error) from error
         # CRIU's error message is often empty; its log names the first thing that went wrong.
         if not response.success:
             raise CriuError(self._logged_reason() or response.cr_errmsg or f"error {response.cr_errno}")
-        return stages
+        return self._stages
 
     async def _send(self, request: "rpc_pb2.criu_req") -> None:
-        await asyncio.get_running_loop().sock_sendall(self._end, request.SerializeToString())
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._end, request.SerializeToString())
+        except OSError as error:
+            raise self._gone(error) from error
 
     async def _receive(self) -> bytes:
-        data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_PACKET_BYTES)
+        try:
+            data = await asyncio.get_running_loop().sock_recv(self._end, _MAX_PACKET_BYTES)
+        except OSError as error:
+            raise self._gone(error) from error
         if not data:
-            raise ConnectionError("it closed the connection")
+            raise self._gone("it closed the connection")
         return data
+
+    def _gone(self, why: object) -> CriuError:
+        text = f"CRIU exited: {self._logged_reason() or why}"
+        # Up to this stage CRIU has only stopped the processes of a dump, and its end lets them go on (ptrace(2)).
+        return CriuGoneError(text) if STOPPED in self._stages else CriuError(text)
 
     def _logged_reason(self) -> str:
         """Return the first two errors of CRIU's log, without source positions; empty if there are none."""

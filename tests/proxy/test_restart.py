@@ -1,6 +1,7 @@
 """Promise 3: a kill at any moment loses no answer that was given, and no rollout's place."""
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from proxy.engine import Engine, build_engine
 from proxy.settings import Settings
 from proxy.tree.rollout import Outcome
+from sandboxes.spec import EnvironmentSpec
 from sandboxes.task_owner import start
 from tests.machine import snapshot_files
 from tests.proxy.rig import KEEPS_ALL, SPEC, alone, ask, engine
@@ -101,6 +103,25 @@ def test_snapshots_from_before_a_reboot_are_dropped(tmp_path: Path) -> None:
             rollout = await again.tasks.rollout("task", "first")
             assert (await ask(again, rollout, "cat a"))[0]["stdout"] == "1\n"
             assert driver.executed == ["echo 1 > a", "cat a"], "replayed"
+
+    asyncio.run(body())
+
+
+def test_snapshots_of_another_store_are_dropped(tmp_path: Path) -> None:
+    """The store was moved away. A task's tree gets the number of an earlier one, and not its root state."""
+
+    async def body() -> None:
+        async with engine(tmp_path) as running:
+            rollout = await running.tasks.rollout("task", "first")
+            await ask(running, rollout, "echo 1 > a")
+        shutil.rmtree(tmp_path / "journal")
+        damaged = tmp_path / "forkpoint.sqlite"
+        damaged.unlink()
+        spec = EnvironmentSpec(driver="memory", files={"/root/seed": "another\n"})
+        async with engine(tmp_path, default_spec=spec) as again:
+            assert len(again.snapshots) == 0
+            other = await again.tasks.rollout("other", "first")
+            assert (await ask(again, other, "cat seed"))[0]["stdout"] == "another\n"
 
     asyncio.run(body())
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sandboxes.driver import FrozenState
-from sandboxes.errors import NotFreezableError, SandboxError
+from sandboxes.errors import NotFreezableError, NotFreezableNowError, SandboxError
 from sandboxes.pool.lifecycle import SandboxState
 from sandboxes.pool.pool import Pool
 from sandboxes.pool.room import Room
@@ -172,6 +172,52 @@ def test_a_refused_state_keeps_its_sandbox(tmp_path: Path, monkeypatch: pytest.M
     run(tmp_path, test)
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_machine_that_fails_for_now_costs_only_the_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: bool
+) -> None:
+    """The disk is full at a freeze. The sandbox goes on, and its state is frozen once there is room."""
+
+    async def test(rig: Rig) -> None:
+        node = FakeNode(7)
+        slot = await rig.lease(node)
+        with monkeypatch.context() as patch:
+            refuse(patch, NotFreezableNowError("the disk is full"))
+            if later:
+                await rig.capture.give_back(slot, rig.tree, node, freeze=True)
+                await rig.capture.drain()
+                assert await rig.pool.lease(slot, node, 1)
+            else:
+                with pytest.raises(NotFreezableNowError):
+                    await rig.capture.freeze_leased(slot, rig.tree, node)
+                assert await rig.pool.lease(slot, node, 1)
+        assert await rig.capture.freeze_leased(slot, rig.tree, node)
+        assert (slot.state, node.unfreezable) == (SandboxState.IDLE, "")
+
+    run(tmp_path, test)
+
+
+def test_a_state_that_does_not_arrive_costs_only_its_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full while a checkpoint is completed, beside a sandbox that already runs on."""
+
+    async def begin_freeze(_sandbox: TravellingSandbox) -> Awaitable[FrozenState]:
+        async def arrive() -> FrozenState:
+            raise NotFreezableNowError("the disk is full")
+
+        return arrive()
+
+    async def test(rig: Rig) -> None:
+        rig.driver = MemoryDriver(sandbox=TravellingSandbox)
+        monkeypatch.setattr(TravellingSandbox, "begin_freeze", begin_freeze)
+        node = FakeNode(7)
+        slot = await rig.lease(node)
+        await rig.capture.give_back(slot, rig.tree, node, freeze=True)
+        await rig.capture.drain()
+        assert (slot.state, node.unfreezable, rig.tally.failures) == (SandboxState.IDLE, "", ["freeze"])
+
+    run(tmp_path, test)
+
+
 def test_a_sandbox_that_fails_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         refuse(monkeypatch, SandboxError("it died"))
@@ -195,6 +241,7 @@ def test_a_full_disk_costs_only_the_snapshot(tmp_path: Path, monkeypatch: pytest
         slot = await rig.lease(node)
         assert not await rig.capture.freeze_leased(slot, rig.tree, node)
         assert (slot.state, rig.tally.failures) == (SandboxState.IDLE, ["freeze"])
+        assert rig.cache.used_bytes > 0, "what was frozen stays until something collects"
 
     run(tmp_path, test)
 

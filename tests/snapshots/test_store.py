@@ -1,5 +1,7 @@
 """Snapshots on disk: saved ones are loaded; half-written, damaged and doubtful ones are removed."""
 
+import errno
+import os
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -142,9 +144,27 @@ def test_snapshots_without_a_boot_mark_are_removed(tmp_path: Path) -> None:
     assert len(opened(tmp_path)) == 0
 
 
-def test_a_reboot_removes_every_snapshot(tmp_path: Path) -> None:
+def test_an_unreadable_snapshot_is_no_reason_not_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sector of the disk cannot be read now. The others are there, and this one may be again."""
+    store = opened(tmp_path)
+    kept, unreadable = (store.save(FROZEN, tree=1, node=node, cost_s=0.1) for node in (1, 2))
+    read = Path.read_bytes
+
+    def fails(path: Path) -> bytes:
+        if path.name == unreadable.id:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fails)
+        assert [snapshot.id for snapshot in opened(tmp_path)] == [kept.id]
+    assert len(opened(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("mark", [b"another boot", b"", b"\xff\xfe"])
+def test_a_reboot_or_a_damaged_mark_removes_every_snapshot(tmp_path: Path, mark: bytes) -> None:
     opened(tmp_path).save(FROZEN, tree=1, node=1, cost_s=0.1)
-    (tmp_path / "boot-id").write_text("another boot")
+    (tmp_path / "boot-id").write_bytes(mark)
     assert opened(tmp_path).open() == 0
     assert entries(tmp_path) == []
 

@@ -18,10 +18,10 @@ def free_bytes(folder: int) -> int:
     return free_of(folder)[0]
 
 
-def free_of(folder: int) -> tuple[int, int]:
+def free_of(folder: int | str) -> tuple[int, int]:
     """Return the free bytes of a disk, and the free inodes as the bytes that they count for."""
     # f_bavail leaves out the blocks that are reserved for root (statvfs(3)), so "free" means the same for every user.
-    disk = os.fstatvfs(folder)
+    disk = os.statvfs(folder)
     # A file system without a fixed number of inodes, such as btrfs, reports zero.
     inodes = disk.f_favail if disk.f_files else disk.f_bavail
     return disk.f_bavail * disk.f_frsize, inodes * delta.ENTRY_BYTES

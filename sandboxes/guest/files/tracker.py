@@ -41,8 +41,10 @@ class FileTracker:
         self._begin()
 
     def _begin(self) -> None:
-        self.scan = UpperScan(self._born_ns)
         self._looked_ns = _coarse_ns()
+        # A clock that was set back gives files of calls earlier times than the root state's.
+        self._born_ns = min(self._born_ns, self._looked_ns)
+        self.scan = UpperScan(self._born_ns)
 
     def look(self, roots: DeltaRoots, top: Callable[[], int]) -> bool:
         """Update the rows; return whether any differs from the last look. `top` opens the root, for recorded times."""

@@ -1,23 +1,29 @@
 """Checkpoints of live processes by CRIU: what comes back, what does not and why, and what is left on disk."""
 
 import asyncio
+import contextlib
+import errno
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import pytest
 
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezableError, SandboxError, StateGoneError
+from sandboxes.errors import NotFreezableError, NotFreezableNowError, SandboxError, StateGoneError
 from sandboxes.ipc.launch_messages import RunCriu
 from sandboxes.linux import syscalls as kernel
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
-from snapshots.criu import image_digest
-from tests.machine import require_criu
+from snapshots.criu import binary, checkpoints, image_digest
+from snapshots.criu.binary import CriuUntriedError
+from snapshots.criu.rpc import STOPPED, CriuConversation
+from tests.machine import descendants, require_criu
 from tests.sandboxes.box import local_driver, opened, ran, run
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM
 
@@ -559,13 +565,69 @@ def test_a_checkpoint_that_cannot_be_completed_costs_only_itself(
             patch.setattr(image_digest, "seal", full)
             arriving = await sandbox.begin_freeze()
             assert (await run(sandbox, COUNT)).out == "[7, 1]\n"
-            with pytest.raises(SandboxError, match="no space left"):
+            with pytest.raises(NotFreezableNowError, match="no space left"):
                 await arriving
         assert set((data_dir / "checkpoints").iterdir()) == before
         frozen = await sandbox.freeze()
         answer = await run(sandbox, COUNT)
         assert answer.out == "[7, 1, 2]\n"
         assert (await run(await driver.restore(SPEC, frozen), COUNT)).out == answer.out
+
+    driven(data_dir, test)
+
+
+def test_a_checkpoint_without_room_harms_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full before the dump, or when the files are copied. The sandbox goes on, and is frozen later."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, REPL + "echo 'x = [7]' > in; cat out")
+        before = driver.machine.checkpointer.names()
+        assert await driver.machine.checkpointer.is_available()
+        for place in ("pathlib.Path.mkdir", "sandboxes.local.sandbox_layers.copy_upper"):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, full)
+                with pytest.raises(NotFreezableNowError):
+                    await sandbox.freeze()
+            assert driver.machine.checkpointer.names() == before
+        frozen = await sandbox.freeze()
+        answer = await run(sandbox, COUNT)
+        assert answer.out == "[7, 1]\n"
+        assert (await run(await driver.restore(SPEC, frozen), COUNT)).out == answer.out
+
+    driven(data_dir, test)
+
+
+def kill_criu() -> None:
+    for pid, _ in descendants(os.getpid()):
+        with contextlib.suppress(OSError):
+            if Path(f"/proc/{pid}/comm").read_text() == "criu\n":
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_sandbox_does_not_outlive_a_criu_killed_amid_its_dump(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CRIU's code may be left in the processes: a server would end at its next step, and a call would be told so."""
+    send = CriuConversation._send
+
+    async def send_and_kill(conversation: CriuConversation, request: Any) -> None:
+        await send(conversation, request)
+        if STOPPED in conversation._stages:
+            kill_criu()
+
+    async def test(driver: LocalDriver) -> None:
+        sandbox = await driver.start(SPEC)
+        await run(sandbox, SERVER + ASK)
+        before = driver.machine.checkpointer.names()
+        with monkeypatch.context() as patch:
+            patch.setattr(CriuConversation, "_send", send_and_kill)
+            with pytest.raises(SandboxError, match="may be damaged"):
+                await sandbox.freeze()
+        assert driver.machine.checkpointer.names() == before
 
     driven(data_dir, test)
 
@@ -664,5 +726,27 @@ def test_a_transaction_on_a_write_ahead_log_is_not_frozen(data_dir: Path) -> Non
         with pytest.raises(NotFreezableError, match="record lock"):
             await sandbox.freeze()
         assert "database is locked" in (await run(sandbox, insert)).out
+
+    driven(data_dir, test)
+
+
+def test_a_machine_that_fails_for_now_does_not_turn_checkpoints_off(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full, or the probe is killed, when CRIU is first needed. Later it is tried again."""
+    monkeypatch.setattr(checkpoints, "AGAIN_S", 0.0)
+
+    async def test(driver: LocalDriver) -> None:
+        checkpointer = driver.machine.checkpointer
+        for place, error in (
+            ("_copy_libraries", OSError("no space left")),
+            ("_probe_kernel", CriuUntriedError("killed")),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(binary, place, mock.Mock(side_effect=error))
+                assert not await checkpointer.is_available()
+                assert checkpointer.unavailable_reason == str(error)
+        assert await checkpointer.is_available()
+        assert checkpointer.unavailable_reason == ""
 
     driven(data_dir, test)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tarfile
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -104,6 +105,25 @@ def test_every_change_of_files_is_told_apart(data_dir: Path) -> None:
                 await again.close()
 
     asyncio.run(go())
+
+
+def test_a_clock_that_was_set_back_leaves_equal_states_equal(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root state is of the next hour. A replay reaches what a sandbox has reached that runs on or is restored."""
+    now_ns = time.time_ns
+
+    async def test() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            with monkeypatch.context() as patch:
+                patch.setattr(time, "time_ns", lambda: now_ns() + 3600 * 10**9)
+                sandboxes: list[Sandbox] = [await driver.start(SPEC)]
+            sandboxes.append(await driver.start(SPEC))
+            first = [(await run(sandbox, "echo a > f; sleep .01; mkdir d")).state for sandbox in sandboxes]
+            sandboxes.append(await driver.restore(SPEC, await sandboxes[-1].freeze()))
+            then = [(await run(sandbox, "mv f d/g; chmod 600 d/g")).state for sandbox in sandboxes]
+            for states in (first, then):
+                assert len({state.content for state in states if state is not None}) == 1
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize("frozen", [True, False])

@@ -1,8 +1,10 @@
 """Pages that a checkpoint shares with an earlier one: CRIU's format, written by hand."""
 
+import os
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,6 +127,28 @@ def test_a_damaged_base_leaves_the_images_as_they_were(tmp_path: Path, damage: b
     base = written(tmp_path / "base", filled(*range(10)))
     (base / "pagemap-7.img").write_bytes((base / "pagemap-7.img").read_bytes() + damage)
     images = written(tmp_path / "images", filled(*range(10)))
-    with pytest.raises(ValueError, match="no pagemap"):
-        share(images, base)
-    assert memory_of(images) == filled(*range(10))
+    before = sorted(images.rglob("*"))
+    assert not share(images, base)
+    assert (memory_of(images), sorted(images.rglob("*"))) == (filled(*range(10)), before)
+
+
+@pytest.mark.parametrize("failing", ["link", "_write"])
+def test_a_failing_disk_leaves_the_images_as_they_were(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """The base is deleted while its files are linked, or the disk is full: a part of a parent could not be restored."""
+    base, images = (written(tmp_path / name, filled(*range(10))) for name in ("base", "images"))
+    before = sorted(images.rglob("*"))
+
+    def fails(*arguments: Any, **_: Any) -> None:
+        if failing == "link" and "pages" not in str(arguments[0]):
+            whole(*arguments)
+            return
+        (images / "pages-3.new").touch()
+        raise FileNotFoundError(arguments[0])
+
+    owner = os if failing == "link" else page_sharing
+    whole = getattr(owner, failing)
+    monkeypatch.setattr(owner, failing, fails)
+    assert not share(images, base)
+    assert (memory_of(images), sorted(images.rglob("*"))) == (filled(*range(10)), before)
