@@ -151,9 +151,8 @@ class Tasks:
         if name not in self._tasks:
             # The journal has their last steps.
             self.rollouts.fold()
-            for row in self._store.rollouts.of_task(name, running=True):
-                if row["whole"] and not row["lost"]:
-                    needed.setdefault(row["tree"], set()).add(row["node"])
+            for tree, node in self._store.rollouts.positions_of(name):
+                needed.setdefault(tree, set()).add(node)
         for tree, nodes in needed.items():
             # `admit` meets the damage again, and says which rollouts are lost by it.
             with suppress(DamagedError):

@@ -199,6 +199,11 @@ class RolloutStore:
         sql = "SELECT DISTINCT node FROM rollouts WHERE tree = ? AND finished = 0 AND lost = ''"
         return [row[0] for row in self._database.rows(sql, (tree,))]
 
+    def positions_of(self, task: str) -> list[tuple[int, int]]:
+        """Return the tree and the node of each running rollout of a task, as `positions` does; no damaged ones."""
+        sql = "SELECT tree, node FROM rollouts WHERE task = ? AND finished = 0 AND lost = ''"
+        return self._database.rows(f"{sql} AND {is_whole('rollouts')}", (task,))
+
 
 def mended(
     rows: list[dict[str, Any]], read: Callable[[str, tuple[int]], tuple[Any, ...] | None]
