@@ -129,6 +129,8 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
         os.dup2(written, number)
     os.close(written)
     random.seed()
+    # Python reads it at its start, which was that of the server of forks.
+    sys.path[1:1] = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
     sys.argv = words
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
