@@ -217,12 +217,13 @@ class McpConversation:
 
 
 def require_list(method: str, payload: Message) -> None:
-    """Raise MalformedResponseError if the result of a `PAGED` method is no list of objects with names (pure)."""
-    result = payload.get("result", {PAGED[method]: []})
-    entries = _listed(result, PAGED[method])
-    named = all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in entries)
-    if PAGED[method] not in result or entries is not result[PAGED[method]] or not named:
-        raise MalformedResponseError(f"its result of {method} has no list {PAGED[method]!r} of objects with names")
+    """Raise MalformedResponseError if the list of a `PAGED` method is none, or one of tools lacks their names (pure)."""
+    kind = PAGED[method]
+    entries = payload.get("result", {kind: []}).get(kind, None if kind == "tools" else [])
+    if not isinstance(entries, list):
+        raise MalformedResponseError(f"its result of {method} has no list {kind!r}")
+    if kind == "tools" and not all(isinstance(each, dict) and isinstance(each.get("name"), str) for each in entries):
+        raise MalformedResponseError(f"its result of {method} has tools without names")
 
 
 def _listed(result: Message, name: str) -> list[Any]:

@@ -58,13 +58,16 @@ def test_null_stands_for_nothing() -> None:
 
 @pytest.mark.parametrize("result", [{}, {"tools": None}, {"tools": ["a"]}, {"tools": [{}]}, {"tools": [{"name": 5}]}])
 def test_list_of_something_else_is_refused(result: dict[str, Any]) -> None:
-    with pytest.raises(MalformedResponseError, match="no list 'tools'"):
+    with pytest.raises(MalformedResponseError, match="its result of tools/list has"):
         require_list("tools/list", {"result": result})
 
 
 def test_lists_and_errors_are_taken() -> None:
     require_list("tools/list", {"result": {"tools": [{"name": "a"}]}})
     require_list("prompts/list", {"error": {"code": -32601}})
+    # What the proxy reads nothing of is the client's business.
+    require_list("resources/list", {"result": {"resources": [{}, "text"]}})
+    require_list("resources/templates/list", {"result": {}})
 
 
 def test_notifications_of_one_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
