@@ -217,7 +217,7 @@ class McpConversation:
 
 
 def require_list(method: str, payload: Message) -> None:
-    """Raise MalformedResponseError if the list of a `PAGED` method is none, or one of tools lacks their names (pure)."""
+    """Raise MalformedResponseError if the list of a `PAGED` method is none, or one of tools without names (pure)."""
     kind = PAGED[method]
     entries = payload.get("result", {kind: []}).get(kind, None if kind == "tools" else [])
     if not isinstance(entries, list):
