@@ -6,14 +6,14 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from proxy.audit.auditor import Auditor
 from proxy.control.activity import Activity
 from proxy.control.browsing import Browser
 from proxy.control.garbage import collect_garbage
 from proxy.control.history import History
-from proxy.control.refreshed import Refreshed
+from proxy.control.refreshed import Refreshed, SharedReads
 from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
 from proxy.control.task_totals import TaskTotals, task_totals
@@ -43,6 +43,9 @@ from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from snapshots.cache import SnapshotCache
 from snapshots.store import SnapshotStore
+
+if TYPE_CHECKING:
+    from proxy.control.reports import ReportPart
 
 _ACTIVITY_EVERY_S = 1.0
 """Interval of the activity timeline: a `Second` counts what happened in one second."""
@@ -89,6 +92,7 @@ class ControlPlane:
     browser: Browser  # Makes the views of large trees, one page at a time.
     changes: ChangeLog  # What people have changed.
     alerts: Alerts
+    reports: "SharedReads[ReportPart]"
     started_at: float  # Seconds since 1970.
 
     @classmethod
@@ -119,6 +123,7 @@ class ControlPlane:
             browser=Browser(engine.store),
             changes=ChangeLog(engine.settings.data),
             alerts=Alerts(),
+            reports=SharedReads(),
             started_at=time.time(),
         )
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 from sandboxes.task_owner import TaskOwner
@@ -39,3 +39,27 @@ class Refreshed(Generic[T]):
         ended = time.monotonic()
         self.expires_at = ended + max(self._min_age_s, _SHARE * (ended - began))
         return value
+
+
+class SharedReads(Generic[T]):
+    """Reads that take long, by key. Callers share one that begins after they came, so that a key has two at most."""
+
+    def __init__(self) -> None:
+        self._tasks = TaskOwner()
+        self._running: dict[Hashable, asyncio.Task[T]] = {}
+        self._next: dict[Hashable, asyncio.Task[T]] = {}
+
+    async def get(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Return what a read under this key returns that has not begun yet, or its error."""
+        if key not in self._next:
+            self._next[key] = self._tasks.spawn("read", self._read(key, read), awaited=True)
+        return await asyncio.shield(self._next[key])
+
+    async def _read(self, key: Hashable, read: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        if key in self._running:
+            await asyncio.wait({self._running[key]})
+        self._running[key] = self._next.pop(key)
+        try:
+            return await read()
+        finally:
+            del self._running[key]

@@ -81,7 +81,7 @@ def test_search_works_under_the_policy(proxy: Running) -> None:
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]) if "://" in request.url else None)
         page.goto(f"{base}/manual/")
         page.locator("[data-md-component=search-query]").first.fill("quarantine")
-        page.locator(".md-search-result__item a").first.wait_for(timeout=30_000)
+        page.locator(".md-search-result__item a").first.wait_for(timeout=90_000)
         page.goto(f"{base}/manual/glossary.html")
         picture = page.locator("article img").first
         picture.wait_for()

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
@@ -46,8 +47,11 @@ async def report_task(
 
 
 async def _read(control: ControlPlane, request: ReportRequest) -> ReportPart:
-    part = await control.read(partial(read_part, request=request))
+    # A page that is opened again and again asks for the same, and the steps of a large store take seconds to read.
+    read = partial(control.read, partial(read_part, request=request))
+    part = await control.reports.get(repr(request), read)
     if request.by == OWNER and request.task is None:
         owned = control.cache.owned.items()
-        part.kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
+        kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
+        return replace(part, kept=kept)
     return part
