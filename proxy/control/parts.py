@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from proxy.audit.auditor import Auditor
 from proxy.control.activity import Activity
@@ -43,9 +43,6 @@ from sandboxes.driver import Driver
 from sandboxes.pool.pool import Pool
 from snapshots.cache import SnapshotCache
 from snapshots.store import SnapshotStore
-
-if TYPE_CHECKING:
-    from proxy.control.reports import ReportPart
 
 _ACTIVITY_EVERY_S = 1.0
 """Interval of the activity timeline: a `Second` counts what happened in one second."""
@@ -92,7 +89,7 @@ class ControlPlane:
     browser: Browser  # Makes the views of large trees, one page at a time.
     changes: ChangeLog  # What people have changed.
     alerts: Alerts
-    reports: "SharedReads[ReportPart]"
+    reports: SharedReads[Any]  # What the store has for a report (`reports.ReportPart`), by request.
     started_at: float  # Seconds since 1970.
 
     @classmethod

@@ -49,7 +49,7 @@ async def report_task(
 async def _read(control: ControlPlane, request: ReportRequest) -> ReportPart:
     # A page that is opened again and again asks for the same, and the steps of a large store take seconds to read.
     read = partial(control.read, partial(read_part, request=request))
-    part = await control.reports.get(repr(request), read)
+    part: ReportPart = await control.reports.get(repr(request), read)
     if request.by == OWNER and request.task is None:
         owned = control.cache.owned.items()
         kept = {q.owner[1:]: (used, None if math.isinf(q.most_bytes) else q.most_bytes) for q, used in owned}
