@@ -194,9 +194,9 @@ class OpenTrees:
         return tree
 
     def opened(self, tree_id: int) -> Tree:
-        """Return a tree that exists in the store, maybe not whole yet; it is read to its end if that has not begun."""
+        """Return a tree that exists in the store; one that is being read back as it is, if calls may be answered."""
         reading = self._readings.get(tree_id)
-        return self.load(tree_id) if reading is None else reading.slices.tree
+        return self.load(tree_id) if reading is None or not reading.slices.tells else reading.slices.tree
 
     def close(self, tree_id: int) -> Tree | None:
         """Remove a tree from memory and return it; None if it was not there."""

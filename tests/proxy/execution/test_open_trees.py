@@ -87,6 +87,27 @@ def test_a_tree_that_is_closed_amid_its_slices_can_be_read_again(
     with_twenty_records(tmp_path, test)
 
 
+def test_a_tree_with_quarantined_calls_is_given_to_nobody_before_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An eviction reads it back just when a rollout begins in it: what goes with those calls is known at its end."""
+    monkeypatch.setattr(tree_reading, "_PAGE_ROWS", 2)
+
+    async def test(store: Store, trees: OpenTrees, number: int) -> None:
+        tree = store.trees.load(number)
+        wrong = next(iter(tree.root.records.values()))
+        store.audits.save_finding(number, wrong, tree.quarantine(wrong, "differs"), quarantined=True)
+        reading = asyncio.ensure_future(trees.read_back(number))
+        await asyncio.sleep(0)
+        opened = trees.opened(number)
+        assert opened.unread is None
+        assert (len(opened.root.records), opened.root.quarantined) == (19, {wrong.key})
+        await reading
+        assert trees.get(number) is opened
+
+    with_twenty_records(tmp_path, test)
+
+
 COMMANDS = [f"echo {number} > f{number}; cat f{number}" for number in range(12)]
 
 
