@@ -4,7 +4,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -104,12 +104,31 @@ class ControlPlane:
         activity = Activity(engine.counts, lambda: len(engine.pool.roster), running_in, keep=history.add)
         engine.lifecycle.background.append(BackgroundWork("activity", _ACTIVITY_EVERY_S, activity.tick))
         engine.lifecycle.at_hang_up += [activity.close, history.save]
-        # Its parts have the same names here.
-        parts: dict[str, Any] = {
-            each.name: getattr(engine, each.name) for each in fields(cls) if hasattr(engine, each.name)
-        }
         return cls(
-            **parts,
+            tasks=engine.tasks,
+            trees=engine.trees,
+            store=engine.store,
+            journal=engine.journal,
+            forgetting=engine.forgetting,
+            transfer=engine.transfer,
+            audit=engine.audit,
+            drivers=engine.drivers,
+            pool=engine.pool,
+            warm=engine.warm,
+            restorer=engine.restorer,
+            cache=engine.cache,
+            snapshots=engine.snapshots,
+            snapshot_value=engine.snapshot_value,
+            answers=engine.answers,
+            executor=engine.executor,
+            step=engine.step,
+            counts=engine.counts,
+            settings=engine.settings,
+            share=engine.share,
+            lifecycle=engine.lifecycle,
+            has=engine.has,
+            own_tasks=engine.own_tasks,
+            pin=engine.pin,
             collect_garbage=partial(collect_garbage, engine),
             activity=activity,
             history=history,

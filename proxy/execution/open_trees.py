@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from proxy.storage.errors import StoreError
+from proxy.storage.errors import NotWholeError
 from proxy.storage.tree_reading import TreeReading
 from proxy.storage.trees import TreeStore
 from proxy.tree.tree import Node, Tree
@@ -116,7 +116,7 @@ class OpenTrees:
         if tree.unread is not None:
             reading = self._readings.get(tree.id)
             if reading is None or reading.slices.tree is not tree:
-                raise StoreError("the recorded calls of this task could not be read back. Send the call again.")
+                raise NotWholeError
             await asyncio.shield(reading.end)
 
     def begin(self, tree_id: int, nodes: Iterable[int], failed: Callable[[], object]) -> bool:

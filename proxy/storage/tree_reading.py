@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from proxy.storage.database import StoreDatabase
-from proxy.storage.errors import StoreError
+from proxy.storage.errors import NotWholeError
 from proxy.storage.schema import is_whole
 from proxy.tree.keys import CallKey
 from proxy.tree.tree import Node, Record, Tree, Unread
@@ -67,10 +67,10 @@ class TreeReading:
     def step(self) -> bool:
         """Read the next slice, of about a millisecond; return False once the tree is whole.
 
-        It is what the store had only if no row was written meanwhile. Raises StoreError, also after it has done so.
+        It is what the store had only if no row was written meanwhile. Raises StoreError; NotWholeError after that.
         """
         if next(self._slices, None) is None and self.tree.unread is not None:
-            raise StoreError("a tree of recorded calls could not be read back. Send the call again.")
+            raise NotWholeError
         return self.tree.unread is not None
 
     def record(self, node: Node, key: CallKey) -> Record | None:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 
+from sandboxes.linux.descriptors import read_available
+
 
 async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
     """Write all data to a non-blocking descriptor; TimeoutError if the other end read nothing for `timeout_s`."""
@@ -16,17 +18,13 @@ async def write_all(fd: int, data: bytes, timeout_s: float) -> None:
             await wait_until_ready(fd, timeout_s, writing=True)
 
 
-async def read_some(fd: int, size: int, timeout_s: float) -> bytes:
+async def read_some(fd: int, timeout_s: float) -> bytes:
     """Return the next bytes of a non-blocking descriptor, none at its end; TimeoutError if none come in `timeout_s`."""
-    while True:
-        try:
-            data = os.read(fd, size)
-        except BlockingIOError:
-            await wait_until_ready(fd, timeout_s, writing=False)
-            continue
-        # The other end may write faster than this one reads, and then nothing here would ever wait.
-        await asyncio.sleep(0)
-        return data
+    while (data := read_available(fd)) is None:
+        await wait_until_ready(fd, timeout_s, writing=False)
+    # The other end may write faster than this one reads, and then nothing here would ever wait.
+    await asyncio.sleep(0)
+    return data
 
 
 async def wait_until_ready(fd: int, timeout_s: float, *, writing: bool) -> None:

@@ -214,7 +214,7 @@ class ModelPort:
 
     async def _receive(self) -> bytes:
         """Return the next bytes from the relay. All of them count: any program in the sandbox may write them."""
-        data = await read_some(self._read_fd, _CHUNK_BYTES, self._silence_s)
+        data = await read_some(self._read_fd, self._silence_s)
         self._received_bytes += len(data)
         if self._received_bytes > _TURN_BYTES:
             raise MalformedResponseError(f"the harness sends more than {_TURN_BYTES} bytes in a turn")

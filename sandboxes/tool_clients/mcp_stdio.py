@@ -16,9 +16,6 @@ from sandboxes.tool_clients.http1 import MalformedResponseError
 from sandboxes.tool_clients.lines import Lines
 from sandboxes.tool_clients.mcp import ID, VERSION, Message, Receive, cancellation, parsed
 
-_CHUNK_BYTES = 1 << 16
-"""Largest piece that is read at once; a pipe of Linux holds as much."""
-
 
 class StdioTransport:
     """An `McpTransport` that sends lines over two descriptors."""
@@ -86,7 +83,7 @@ class StdioTransport:
             # Counted as bytes arrive, so a line without an end is limited as well.
             if self._received_bytes > self._max_bytes:
                 raise MalformedResponseError(f"it sends more than {self._max_bytes} bytes for one request")
-            data = await read_some(self._read_fd, _CHUNK_BYTES, silence_s)
+            data = await read_some(self._read_fd, silence_s)
             if not data:
                 # An empty read means that every process with the other end has closed it or ended.
                 raise MalformedResponseError("it closed its stdout without a response")

@@ -1,10 +1,13 @@
 """Trees come back into memory in slices, and never an older state of them."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from proxy.engine import Engine
 from proxy.execution.open_trees import OpenTrees
 from proxy.storage import tree_reading
 from proxy.storage.errors import StoreError
@@ -101,7 +104,7 @@ def test_a_tree_with_quarantined_calls_is_given_to_nobody_before_it_is_whole(
         await asyncio.sleep(0)
         opened = trees.opened(number)
         assert opened.unread is None
-        assert (len(opened.root.records), opened.root.quarantined) == (19, {wrong.key})
+        assert (len(opened.root.records), opened.root.quarantined) == (19, frozenset({wrong.key}))
         await reading
         assert trees.get(number) is opened
 
@@ -127,13 +130,20 @@ async def recorded(folder: Path) -> None:
                 await ask(running, await running.tasks.rollout("task", name), command)
 
 
+@asynccontextmanager
+async def reading_back(folder: Path, patch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Engine, Stuck]]:
+    """Run an engine that reads back what was recorded, and does not come to its end."""
+    await recorded(folder)
+    stuck = Stuck(patch)
+    async with engine(folder) as running:
+        yield running, stuck
+
+
 def test_known_calls_are_answered_while_their_tree_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        await recorded(tmp_path)
-        stuck = Stuck(monkeypatch)
-        async with engine(tmp_path) as running:
+        async with reading_back(tmp_path, monkeypatch) as (running, stuck):
             answers = []
             for command in COMMANDS:
                 rollout = await running.tasks.rollout("task", "new")
@@ -167,9 +177,7 @@ def test_a_damaged_answer_is_not_given_while_its_tree_is_read_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body() -> None:
-        await recorded(tmp_path)
-        stuck = Stuck(monkeypatch)
-        async with engine(tmp_path) as running:
+        async with reading_back(tmp_path, monkeypatch) as (running, stuck):
             with running.store.database.transaction() as execute:
                 execute("UPDATE blobs SET data = x'00' WHERE id IN (SELECT answer FROM records)")
             again = start(ask(running, await running.tasks.rollout("task", "new"), COMMANDS[0]))
@@ -212,9 +220,7 @@ def test_a_tree_that_cannot_be_read_is_opened_again(tmp_path: Path, monkeypatch:
 
 def test_a_proxy_stops_while_a_tree_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        await recorded(tmp_path)
-        Stuck(monkeypatch)
-        async with engine(tmp_path) as running:
+        async with reading_back(tmp_path, monkeypatch) as (running, _):
             assert (await ask(running, await running.tasks.rollout("task", "half"), COMMANDS[6]))[1] is Outcome.HIT
         monkeypatch.undo()
         async with engine(tmp_path) as running:
