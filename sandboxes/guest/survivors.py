@@ -188,8 +188,10 @@ def kept(shells: Shells) -> frozenset[tuple[str, str]]:
     for shell in shells:
         if shell.baseline is None or KEPT in shell.baseline or shell.stands_at(shell.baseline["cwd"]):
             continue
-        if shell.session is None and shell.runs == 0:
-            # Nothing has happened in it. It will begin like a session that was never there.
+        # A shell that was just killed has no directory, and a moment passes until it has ended.
+        processes.wait_until_asleep(shell.pid, lambda: False)
+        if shell.ended or (shell.session is None and shell.runs == 0):
+            # Its session is that of its last dump. One in which nothing happened begins as if it was never there.
             shells.kill(shell)
         else:
             # A call, of this session or not, has moved its directory.

@@ -18,8 +18,11 @@ from sandboxes.guest.anchors.programs import start_anchor
 from sandboxes.guest.anchors.shell_kit import ShellKit
 from sandboxes.guest.shell import Shell
 from sandboxes.guest.shells import Shells
+from sandboxes.guest.survivors import kept
 from sandboxes.guest.users import ROOT
 from sandboxes.linux import processes, spawn
+from sandboxes.linux.descriptors import Opened
+from sandboxes.linux.live_state import passed_on
 from sandboxes.local.pid_one import PidOne
 from tests.machine import require_sandboxes
 from tests.sandboxes.box import in_sandbox, run
@@ -134,6 +137,13 @@ def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.
     shells.halt()
     assert select.select([shell.death], [], [], 10.0)[0]
     assert len(shells.anchor_pids) == 2, "the template stays"
+    assert shell.template is not None
+    assert shell.kit is not None
+    assert shell.template.is_ready
+    assert shell.kit.is_as_made()
+    assert processes.stat_fields(shell.template.pid) is not None
+    assert (shell.template.has_unread, shell.template.settings) == (False, passed_on(shell.template.pid))
+    assert (shells.anchor.has_unread, passed_on(os.getpid())) == (False, passed_on(shells.anchor.pid))
     shells.end()
     again = shells.ready("main")
     assert again is shell
@@ -143,6 +153,30 @@ def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.
     shells.end()
     shells.drop_templates()
     shells.anchor.close()
+
+
+def test_a_shell_that_is_being_killed_has_not_moved() -> None:
+    """Its directory is gone before it has ended, and its session goes on in a fresh shell."""
+    process = subprocess.Popen(["bash", "-c", "for ((i = 0; i < 30000; i++)); do :; done"])
+    killed: list[object] = []
+
+    class Dying(SimpleNamespace):
+        pid, runs, name, baseline, session = process.pid, 1, "other", {"cwd": "/"}, {"cwd": "/"}
+
+        @property
+        def ended(self) -> bool:
+            return bool(select.select([death], [], [], 0)[0])
+
+        def stands_at(self, folder: str) -> bool:
+            return folder != "/"
+
+    class Group(list[Dying]):
+        kill = killed.append
+
+    with Opened(os.pidfd_open(process.pid)) as death:
+        assert kept(cast("Shells", Group([dying := Dying()]))) == frozenset()
+    assert killed == [dying]
+    process.wait()
 
 
 @pytest.mark.parametrize(("links", "let_go"), [("", []), ("regular", ["let go"])])
