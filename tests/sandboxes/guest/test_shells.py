@@ -12,6 +12,7 @@ import pytest
 
 from sandboxes.driver import Sandbox
 from sandboxes.effects import Effect
+from sandboxes.guest import anchored_processes
 from sandboxes.guest.anchored_processes import known
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.anchors.programs import start_anchor
@@ -129,6 +130,8 @@ def test_a_template_ends_with_its_anchor(shell_folder: Path, monkeypatch: pytest
 def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state is reported before they are waited for, and a shell that runs on could change it."""
     monkeypatch.setattr(processes, "list_processes", lambda _=(): set[processes.Process]())
+    # Without the niceness of the session: pid 1 and its anchor are born with 0, and this process may have another one.
+    monkeypatch.setattr(anchored_processes, "passed_on", lambda pid: passed_on(pid)[:-1])
     shells = Shells({"PATH": "/usr/bin:/bin"}, "/", {}, None)
     shells.anchor = forking_anchor.start(shell_folder)
     shell = shells.for_command("main")
@@ -137,13 +140,7 @@ def test_halted_shells_run_nothing_more(shell_folder: Path, monkeypatch: pytest.
     shells.halt()
     assert select.select([shell.death], [], [], 10.0)[0]
     assert len(shells.anchor_pids) == 2, "the template stays"
-    assert shell.template is not None
-    assert shell.kit is not None
-    assert shell.template.is_ready
-    assert shell.kit.is_as_made()
-    assert processes.stat_fields(shell.template.pid) is not None
-    assert (shell.template.has_unread, shell.template.settings) == (False, passed_on(shell.template.pid))
-    assert (shells.anchor.has_unread, passed_on(os.getpid())) == (False, passed_on(shells.anchor.pid))
+    assert not shells.anchor_was_touched()
     shells.end()
     again = shells.ready("main")
     assert again is shell
