@@ -35,12 +35,14 @@ from sandboxes.tool_clients.json_paths import OUR_NAME, member, renamed
 
 NOISE = HOP_BY_HOP | {
     "host", "content-length", "expect", "user-agent", "date", "forwarded", "via", "x-forwarded-for",
-    "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "x-request-id", "x-correlation-id", "idempotency-key",
-    "traceparent", "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout",
-    "x-forkpoint-labels",
+    "x-forwarded-host", "x-forwarded-proto", "x-real-ip", "x-request-id", "x-correlation-id", "traceparent",
+    "tracestate", "baggage", "sentry-trace", "x-forkpoint-task", "x-forkpoint-rollout", "x-forkpoint-labels",
     "sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions",
 }  # fmt: skip
-"""Headers that do not change what a request means, so that they are not in keys by default."""
+"""Headers that do not change what a request means, so that they are not in keys by default.
+
+`idempotency-key` is none: the same request means another one with a new key, and nothing with one that was used.
+"""
 _IDENTITY = frozenset({"x-forkpoint-task", "x-forkpoint-rollout", "x-forkpoint-labels"})
 """Headers that tell the proxy about the rollout, and do not go to the server."""
 _ADDRESSES = frozenset({"origin", "referer"})

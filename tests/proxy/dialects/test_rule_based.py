@@ -62,6 +62,13 @@ def test_boundary_is_in_the_key_of_an_unread_form() -> None:
     assert key("multipart/mixed; boundary=a", "--a--b--") != key("multipart/mixed; boundary=b", "--a--b--")
 
 
+@pytest.mark.parametrize(("name", "counts"), [("x-request-id", False), ("idempotency-key", True)])
+def test_a_retry_is_not_a_new_request(name: str, *, counts: bool) -> None:
+    """A server orders once for one idempotency key, so a request with another key has another answer."""
+    keys = {call(dialect("http").read(request("POST", "/orders", headers=((name, one),)))).key for one in ("a", "b")}
+    assert (len(keys) > 1) is counts
+
+
 def test_only_tokens_of_the_proxy_stay_here() -> None:
     """A key of another service may have the same letters in its middle."""
     own, other = f"Bearer fp_{'A' * 32}", f"Bearer eyJh.eyJz.Qfp_{'A' * 32}"
