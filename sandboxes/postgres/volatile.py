@@ -36,7 +36,9 @@ _APPLICATION_NAME = (
 
 VOLATILE = re.compile(
     rf"{_APPLICATION_NAME}|\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
-    r"|['$]\s*(?:now|today|tomorrow|yesterday)\b|\bu&['\"]",
+    r"|['$]\s*(?:now|today|tomorrow|yesterday)\b|\bu&['\"]"
+    # The same words with escapes in them (PostgreSQL's manual, 4.1.2.2).
+    r"|\be'(?:\s|\\[bfnrt])*(?:[nowtdaymres]*\\[0-7xu]|(?:now|today|tomorrow|yesterday)\b)",
     re.IGNORECASE | re.DOTALL,
 )
 """Matches functions, columns and literals whose value differs between clones or moments."""
