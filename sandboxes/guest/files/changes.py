@@ -130,6 +130,7 @@ class WrittenFiles:
         """Return a reason once the sandbox holds too much; see `DiskWatch.over`."""
         disk = self._disk
         disk.upper, disk.below_bytes = self.roots.upper, self.below_bytes
+        disk.held_bytes = self.tracker.scan.size_bytes
         disk.unmeasured_free = self._measured_free if self.too_deep else None
         return disk.over(pids)
 

@@ -48,7 +48,8 @@ class DiskWatch:
         """Watch a sandbox that may have `limit` bytes of new files; see `delta.ENTRY_BYTES` for small files."""
         # With fewer free bytes on the disk than the reserve, or inodes for them, failures are the machine's.
         # `below_bytes`: what the sandbox has written into layers already.
-        self.upper, self.below_bytes = upper, 0
+        # `held_bytes`: what else it held after its last call.
+        self.upper, self.below_bytes, self.held_bytes = upper, 0, 0
         # The free bytes of the disk when the files could be measured for the last time; None if they can be measured.
         # Until the agent has removed what is nested too deeply, all that the disk has lost since counts.
         self.unmeasured_free: int | None = None
@@ -108,8 +109,11 @@ class DiskWatch:
         deleted: int | None = None
         with contextlib.suppress(TooManyDescriptorsError):
             deleted = deleted_files.size_bytes(pids())
+        # A call that removes what an earlier one has written too much is not ended because others write to the disk.
+        held = self.below_bytes + self.held_bytes
+        most = self._limit if held <= self._limit else held + self._step
         try:
-            room = self._limit - self.below_bytes - (deleted or 0)
+            room = most - self.below_bytes - (deleted or 0)
             over = room < 0 or delta.size_bytes(self.upper, room) > room
         except TreeTooDeepError:
             return "depth"

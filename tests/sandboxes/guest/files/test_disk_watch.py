@@ -66,6 +66,19 @@ def test_removal_of_deep_folders_is_not_ended(upper: int, tmp_path: Path, disk: 
     assert over() == "disk"
 
 
+def test_removal_of_too_much_is_not_ended_by_what_others_write(upper: int, tmp_path: Path, disk: list[int]) -> None:
+    """An earlier call has written too much. What is more than that ends a call as before."""
+    path = tmp_path / "upper/file"
+    path.write_bytes(bytes(10 << 20))
+    watched = disk_watch.DiskWatch(upper, 8 << 20, 0)
+    watched.held_bytes = 10 << 20
+    disk[0] -= 2 << 20
+    assert watched.over(list) is None
+    path.write_bytes(bytes(12 << 20))
+    disk[0] -= 2 << 20
+    assert watched.over(list) == "disk"
+
+
 def test_deleted_files_count_as_long_as_they_are_open(upper: int, tmp_path: Path, disk: list[int]) -> None:
     over, path = watch(upper, 4 << 20, 0), tmp_path / "upper/deleted"
     with path.open("wb") as file:
