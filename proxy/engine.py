@@ -245,8 +245,7 @@ class Engine:
         await ending.stage("snapshots", self.capture.drain())
         await ending.stage("last states", self._keep_last_states(), within_s=LAST_FREEZES_S + STAGE_S)
         await ending.stage("trees", self.trees.aclose())
-        self.roots.background.cancel()
-        await ending.stage("looks at sources", self.roots.background.wait())
+        await ending.stage("looks at sources", self.roots.background.end())
         await asyncio.gather(
             *(ending.stage(f"driver {name}", driver.aclose()) for name, driver in self.drivers.items())
         )

@@ -71,8 +71,7 @@ class Lifecycle:
 
     async def stop(self) -> None:
         """End the background work."""
-        self._running.cancel()
-        await self._running.wait()
+        await self._running.end()
 
 
 class EngineEnd:

@@ -58,7 +58,7 @@ class TaskOwner:
         return task
 
     def cancel(self) -> None:
-        """Cancel every task; `wait` then returns once they have ended."""
+        """Cancel every task that runs now; see `end`."""
         for task in tuple(self._tasks):
             task.cancel()
 
@@ -66,6 +66,15 @@ class TaskOwner:
         """Return when no task runs any more, tasks that were spawned meanwhile included."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    async def end(self) -> None:
+        """Cancel every task, tasks that are spawned meanwhile included, and return when none runs any more."""
+        cancelled: set[asyncio.Task[Any]] = set()
+        while self._tasks:
+            for task in self._tasks - cancelled:
+                task.cancel()
+            cancelled |= self._tasks
+            await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
 
     def _forget(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

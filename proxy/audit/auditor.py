@@ -145,8 +145,7 @@ class Auditor:
     async def aclose(self) -> None:
         """Stop all audits."""
         self._share = 0.0
-        self._owner.cancel()
-        await self._owner.wait()
+        await self._owner.end()
 
     def masks(self, task: str) -> Masks:
         """Return the noise masks of a task; by default it has none."""

@@ -87,8 +87,7 @@ class Member:
         for owned in self.gate.owned.values():
             owned.drop()
         self.gate.owned.clear()
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
         self.passing.close()
         await self.database.aclose()
 

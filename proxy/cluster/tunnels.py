@@ -68,8 +68,7 @@ class Tunnels:
 
     async def aclose(self) -> None:
         """End all connections, which have no end for their agents."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
 
     async def _carry(self, connection: socket.socket, held: bytes) -> None:
         scope = first_scope(held, "http")

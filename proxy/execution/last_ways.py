@@ -63,8 +63,7 @@ class LastWays:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within_s):
                 await self._freezes.wait()
-        self._freezes.cancel()
-        await self._freezes.wait()
+        await self._freezes.end()
 
     def _needed(self, slot: Slot) -> tuple[Tree, Node] | None:
         """Return the tree and the node of a sandbox if it may be all that is left of a state that a rollout needs."""

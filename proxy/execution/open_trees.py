@@ -135,8 +135,7 @@ class OpenTrees:
 
     async def aclose(self) -> None:
         """Read nothing back any more."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
 
     def _read(self, tree_id: int) -> _Reading:
         reading = self._readings.get(tree_id)

@@ -208,8 +208,7 @@ class Siblings:
                 (self._directories[self.share.number] / _LINK).unlink()
         for channel in self._channels.values():
             channel.close()
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
 
     def _accept(self, listener: socket.socket) -> None:
         try:

@@ -74,9 +74,7 @@ class Outlet:
 
     async def close(self) -> None:
         """End all connections and close the listening socket."""
-        for task in self._tasks:
-            task.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
         self._listener.close()
 
     def take(self) -> ExchangesTaken:

@@ -58,8 +58,7 @@ class ModelClient:
 
     async def aclose(self) -> None:
         """Cancel the requests in flight."""
-        self._owner.cancel()
-        await self._owner.wait()
+        await self._owner.end()
 
     async def chat(
         self, model: VideoModel, text: str, pictures: Sequence[bytes], *, variant: int = 0, fresh: bool = False

@@ -83,8 +83,7 @@ class Pipeline:
 
     async def aclose(self) -> None:
         """Cancel everything that is being made."""
-        self._owner.cancel()
-        await self._owner.wait()
+        await self._owner.end()
 
     async def versions(self) -> str:
         """Return the versions of the libraries, on which the content of parts depends."""

@@ -167,8 +167,7 @@ class WorkerPool:
 
     async def aclose(self) -> None:
         """End every worker and the zygote. Idempotent."""
-        self._restocks.cancel()
-        await self._restocks.wait()
+        await self._restocks.end()
         while self._spares:
             await self._spares.popleft().close()
         await self.renew()

@@ -64,3 +64,23 @@ def test_cancel_ends_all_tasks_silently() -> None:
     with capture_logs() as lines:
         assert asyncio.run(main()) == 0
     assert lines == []
+
+
+def test_end_includes_tasks_that_are_spawned_meanwhile() -> None:
+    """A state was sent to a store that hangs, while the member stopped: it never did."""
+
+    async def main() -> int:
+        owner = TaskOwner()
+
+        async def work() -> None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                owner.spawn("next", asyncio.Event().wait())
+
+        owner.spawn("first", work())
+        await asyncio.sleep(0)
+        await asyncio.wait_for(owner.end(), 10)
+        return len(owner)
+
+    assert asyncio.run(main()) == 0

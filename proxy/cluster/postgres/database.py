@@ -152,8 +152,7 @@ class ClusterDatabase:
 
     async def aclose(self) -> None:
         """End the lease, if the database can be reached, and close the connections."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
         if self._membership is not None:
             statement = "UPDATE forkpoint.members SET until = '-infinity' WHERE number = %s AND boot = %s"
             values = (self._membership.number, self._membership.boot)

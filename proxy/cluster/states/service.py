@@ -48,8 +48,7 @@ class SharedStates:
 
     async def aclose(self) -> None:
         """Send and fetch nothing more."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
         self._fetcher.close()
 
     def of(self, tree: int) -> TaskStates | None:

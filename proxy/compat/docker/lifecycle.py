@@ -85,8 +85,7 @@ class ContainerLifecycle:
 
     async def aclose(self) -> None:
         """Stop watching main commands. Their calls continue until `Stepper.drain` has waited for them."""
-        self._tasks.cancel()
-        await self._tasks.wait()
+        await self._tasks.end()
 
     async def rollout_of(self, container: Container) -> Rollout:
         """Return a container's rollout. Raises RefusalError: 404 if it has ended; 409 if its state is lost."""
