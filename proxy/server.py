@@ -11,6 +11,7 @@ import uvicorn
 from proxy.address import remove_address, url_of, write_address
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import HitFirst, protocol_for
+from proxy.dataplane.logged_hits import LoggedHits
 from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.first_call import first_call
@@ -35,7 +36,11 @@ def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Se
         uvicorn.Config(
             report_responses(served),
             loop="uvloop",
-            http=protocol_for(application, None if worker is None else worker),
+            http=protocol_for(
+                application,
+                None if worker is None else worker,
+                kind=HitFirst if application.hits is None else LoggedHits,
+            ),
             ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",

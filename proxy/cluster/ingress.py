@@ -90,32 +90,51 @@ class Ingress:
         """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
         task.waiting.pop(call.number, None)
 
+    def begin(self, task: TaskIngress) -> WaitingCall:
+        """Number a new call; `end` must follow."""
+        return self._begin(task, WaitingCall(next(self._numbers), None))
+
+    def end(self, task: TaskIngress, call: WaitingCall) -> None:
+        """Note that a call is over. Idempotent."""
+        call.is_over = True
+        task.waiting.pop(call.number, None)
+        self._calls.pop(call.number, None)
+
+    def _begin(self, task: TaskIngress, call: WaitingCall) -> WaitingCall:
+        task.waiting[call.number] = self._calls[call.number] = call
+        return call
+
     @contextmanager
     def calling(
-        self, task: TaskIngress, receive: Receive | None, rollout: str = "", request: bytes = b""
+        self,
+        task: TaskIngress,
+        receive: Receive | None,
+        rollout: str = "",
+        request: bytes = b"",
+        begun: WaitingCall | None = None,
     ) -> Iterator[WaitingCall]:
-        """Number a call, which is over at the end of the block.
+        """Number a call, unless it has begun. It is over at the end of the block.
 
         The same request of a rollout again, right after one that may have taken its step, is the same call: `request`
         is its digest.
         """
         digest, number = task.unanswered.get(rollout, (b"", 0))
         is_again = bool(request) and digest == request and number not in self._calls
-        if not is_again:
+        if begun is not None:
+            call, begun.receive = begun, receive
+        elif is_again:
+            call = self._begin(task, WaitingCall(number, receive, is_again))
+        else:
             task.unanswered.pop(rollout, None)
-            number = next(self._numbers)
-        call = WaitingCall(number, receive, is_again)
-        task.waiting[number] = self._calls[number] = call
+            call = self._begin(task, WaitingCall(next(self._numbers), receive))
         try:
             yield call
             task.unanswered.pop(rollout, None)
         except RefusalError:
             if call.is_asked and rollout and request:
-                task.unanswered[rollout] = request, number
+                task.unanswered[rollout] = request, call.number
                 if len(task.unanswered) > MAX_UNANSWERED:
                     del task.unanswered[next(iter(task.unanswered))]
             raise
         finally:
-            call.is_over = True
-            task.waiting.pop(number, None)
-            del self._calls[number]
+            self.end(task, call)

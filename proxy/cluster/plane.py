@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.gate import ORIGIN, Origin
+from proxy.cluster.hits import BegunCall, OwnHits
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
 from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, TUNNEL, Passed, Tunnelled
@@ -31,10 +32,12 @@ from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.tunnels import Tunnels
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
+from proxy.dataplane.hit_path import HitPath
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
+from proxy.http.exchange import EXPECTED
 from proxy.http.responses import send_response
 from proxy.http.uploads import ClientDisconnectedError, uploading
 from proxy.refusals import RefusalError
@@ -47,11 +50,16 @@ class ClusterPlane(DataPlane):
     """Answers agents' requests, or lets the owners of their tasks answer them."""
 
     tunnels: Tunnels
+    hits: OwnHits
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
         self._forwarder = Forwarder(member)
+        self.hits = OwnHits(
+            member, engine.step, self._authorise,
+            lambda steps: HitPath(self._context, self._addressing, engine.counts, self.apis, steps),
+        )  # fmt: skip
         self._operations = Operations(member, engine.executor.quotas)
         self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
@@ -87,7 +95,8 @@ class ClusterPlane(DataPlane):
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
-                await self._answer(task, scope, HeldBody(await self._body(receive), receive), receive, send)
+                body = HeldBody(await self._body(receive), receive)
+                await self._answer(task, scope, body, receive, send, _begun(scope))
         except ClientDisconnectedError:
             # Its call has not begun.
             pass
@@ -104,10 +113,17 @@ class ClusterPlane(DataPlane):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self, named: NamedTask, scope: Scope, body: "HeldBody | PassedUpload", receive: Receive, send: Send
+        self,
+        named: NamedTask,
+        scope: Scope,
+        body: "HeldBody | PassedUpload",
+        receive: Receive,
+        send: Send,
+        begun: BegunCall | None = None,
     ) -> None:
         member, task = self._member, self._member.ingress.task(named.name)
-        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope)) as call:
+        call = None if begun is None else begun.call
+        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope), call) as call:
 
             async def here(owned: Owned) -> bool:
                 origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
@@ -236,11 +252,15 @@ class ClusterPlane(DataPlane):
 
     @override
     def known(self, scope: Scope, body: bytes | bytearray) -> None:
-        """Return None: the log has each step before its answer is sent, which takes an await."""
+        """Return None: the log has each step before its answer is sent (`hits`)."""
 
     @override
-    def expect(self, scope: Scope) -> None:
-        """Note nothing: no known answer could overtake the request."""
+    def handled(self, expected: object) -> None:
+        """Note that a request is over, which may be a call that `hits` has begun."""
+        if isinstance(expected, BegunCall):
+            self._member.ingress.end(*expected)
+        else:
+            super().handled(expected)
 
     @override
     def may_stream(self, scope: Scope) -> bool:
@@ -326,6 +346,15 @@ def _peer_of(scope: Scope) -> Hello | None:
     tunnel: Tunnelled | None = state.get(TUNNEL)
     peer: Hello | None = state.get(PEER)
     return peer if tunnel is None else tunnel.take()
+
+
+def _begun(scope: Scope) -> BegunCall | None:
+    """Take the call that `hits` has begun out of its request."""
+    expected = scope.get(EXPECTED)
+    if not isinstance(expected, BegunCall):
+        return None
+    scope[EXPECTED] = None
+    return expected
 
 
 def _closing(send: Send) -> Send:

@@ -66,14 +66,32 @@ class OtherProxies(Protocol):
         ...
 
 
+class LoggedAnswers(Protocol):
+    """Known calls whose answers wait for a log."""
+
+    def known(self, scope: Scope, body: bytes) -> bytes | None:
+        """Return the whole HTTP response to a known call, or None; `log` follows, without an await."""
+        ...
+
+    def log(self, logged: Callable[[bool], None]) -> object:
+        """Write the step of that call to the log; return what a request is `expected` as that makes the call again.
+
+        `logged` is called in a later turn of the event loop. If it gets False, the answer must not be sent, and
+        `DataPlane.handled` must follow.
+        """
+        ...
+
+
 class DataPlane:
     """Answers agents' requests, and passes all others on to the application behind.
 
-    In a cluster, `others` joins the members' parts, and `tunnels` takes the connections that become streams.
+    In a cluster, `others` joins the members' parts, `tunnels` takes the connections that become streams, and `hits`
+    answers known calls.
     """
 
     others: OtherProxies | None = None
     tunnels: Handover | None = None
+    hits: LoggedAnswers | None = None
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
@@ -81,7 +99,7 @@ class DataPlane:
             Addressing(lambda: engine.names, engine.store.rollouts),
             partial(count_problem, engine.counts),
         )
-        context = EndpointContext(
+        self._context = context = EndpointContext(
             engine.tasks, engine.step, engine.store, engine.journal, engine.answers, engine.executor, engine.restorer,
             engine.audit, engine.drivers, engine.settings, engine.lifecycle, engine.gate, engine.pin,
             self._addressing.address, request_of, self._count,
@@ -89,7 +107,7 @@ class DataPlane:
         endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
-        self.apis = frozenset(endpoints)
+        self.apis = endpoints
         self._hit_path = HitPath(context, self._addressing, engine.counts, endpoints)
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)

@@ -23,6 +23,7 @@ therefore ignores `close` in READING, where only `HitFirst` closes an idle conne
 """
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -56,24 +57,31 @@ class _State(Enum):
     PASSED = 2
     STREAM = 3
     GIVEN = 4
+    LOGGED = 5  # See `logged_hits`.
 
 
 def protocol_for(
-    data_plane: DataPlane, handover: Handover | None = None, *, is_limited: bool = True
+    data_plane: DataPlane,
+    handover: Handover | None = None,
+    *,
+    is_limited: bool = True,
+    kind: "type[HitFirst] | None" = None,
 ) -> type["HitFirst"]:
     """Return the protocol class of a server of `report_responses(data_plane)`; the handover is for workers."""
     members = {
-        "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
+        "data_plane": data_plane, "known": data_plane.known, "handover": handover,
+        "hit_s": data_plane.engine.counts.hit_s,
         "streams": Streams(data_plane), "tunnels": data_plane.tunnels if is_limited else None,
         "limits": ConnectionLimits(data_plane.engine.settings.max_connections) if is_limited else NoLimits(),
     }  # fmt: skip
-    return type("HitFirstFor", (HitFirst,), members)
+    return type("HitFirstFor", (kind or HitFirst,), members)
 
 
 class HitFirst(asyncio.Protocol):
     """One connection. The server makes it with the arguments that it gives to uvicorn's own protocol classes."""
 
     data_plane: ClassVar[DataPlane]
+    known: Callable[[Scope, bytes], bytes | None]
     hit_s: ClassVar[Histogram]
     streams: ClassVar[Streams]
     limits: ClassVar[ConnectionLimits | NoLimits]
@@ -313,7 +321,7 @@ class HitFirst(asyncio.Protocol):
             # `known` has no await, so no other request of the rollout can come between this check and the write.
             return False
         self._began = perf_counter()
-        response = self.data_plane.known(scope, reader.body)
+        response = self.known(scope, reader.body)
         if response is None:
             return False
         self._write(response)
