@@ -91,8 +91,8 @@ class Ingress:
         task.waiting.pop(call.number, None)
 
     def begin(self, task: TaskIngress) -> WaitingCall:
-        """Number a new call; `end` must follow."""
-        return self._begin(task, WaitingCall(next(self._numbers), None))
+        """Number a new call that its owner, this member, has got; `end` must follow."""
+        return self._begin(task, WaitingCall(next(self._numbers), None, is_asked=True))
 
     def end(self, task: TaskIngress, call: WaitingCall) -> None:
         """Note that a call is over. Idempotent."""
