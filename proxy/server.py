@@ -36,11 +36,7 @@ def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Se
         uvicorn.Config(
             report_responses(served),
             loop="uvloop",
-            http=protocol_for(
-                application,
-                None if worker is None else worker,
-                kind=HitFirst if application.hits is None else LoggedHits,
-            ),
+            http=protocol_for(application, None if worker is None else worker, kind=_kind_of(application)),
             ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
@@ -58,6 +54,10 @@ def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Se
     )
 
 
+def _kind_of(application: DataPlane) -> type[HitFirst]:
+    return HitFirst if application.hits is None else LoggedHits
+
+
 class _Server(uvicorn.Server):
     """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
@@ -73,7 +73,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             # Connections of other members and workers go to no other worker.
-            make_peer = partial(self._make_protocol, protocol_for(self._application, is_limited=False))
+            peer = protocol_for(self._application, is_limited=False, kind=_kind_of(self._application))
+            make_peer = partial(self._make_protocol, peer)
             self._application.serve_peers(make_peer)
             if self._worker is not None:
                 self._worker.open(partial(self._make_protocol, self.config.http_protocol_class), make_peer)

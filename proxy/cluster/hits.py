@@ -1,24 +1,27 @@
-"""Known calls of this member's agents whose tasks it owns: answered where their bytes arrive, behind their steps.
+"""Known calls at the owner of their task: answered where their bytes arrive, behind their steps.
 
 A call is looked up as at a proxy of its own, and its step is one line of the log. While that is on its way, the call
-has the turn of its rollout, and its number is the oldest that this ingress may make again (rules 3 and 4 of
-`protocol`). Everything else takes the regular way: a call that an agent repeats after a 503, one whose rollout was at
-another ingress last (rule 5), and one that comes while another call of the rollout waits or runs.
+has the turn of its rollout, and an agent's call is one that this ingress may make again (rule 4 of `protocol`).
+Everything else takes the regular way: a call that may have taken its step, one whose rollout was at another ingress
+last (rule 5), and one that comes while another call of the rollout waits or runs.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from proxy.cluster.gate import step_of
-from proxy.cluster.ingress import TaskIngress, WaitingCall
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.passing import PEER, TUNNEL, Passed
 from proxy.cluster.member import Member
+from proxy.cluster.owned import Owned
 from proxy.cluster.protocol import StepId
 from proxy.dataplane.hit_path import HitPath, HitSteps
+from proxy.engine import Engine
 from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
-from proxy.step import Stepper
 from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Record
@@ -26,16 +29,9 @@ from proxy.tree.tree import Record
 if TYPE_CHECKING:
     import asyncio
 
-    from proxy.cluster.owned import Owned
+    from proxy.cluster.ingress import WaitingCall
 
 log = structlog.get_logger()
-
-
-class BegunCall(NamedTuple):
-    """A call that has its number."""
-
-    task: TaskIngress
-    call: WaitingCall
 
 
 class OwnHits:
@@ -44,41 +40,68 @@ class OwnHits:
     def __init__(
         self,
         member: Member,
-        step: Stepper,
+        engine: Engine,
         authorise: Callable[[Scope], RefusalError | None],
         path: Callable[[HitSteps], HitPath],
     ) -> None:
         """Answer calls that the hit path `path(self)` finds."""
-        self._member, self._step, self._authorise, self._path = member, step, authorise, path(self)
+        self._member, self._step, self._closing = member, engine.step, engine.lifecycle.closing
+        self._authorise, self._path = authorise, path(self)
+        # The call that is looked up: the peer that has passed it on, and what that says of it.
+        self._passed: tuple[Hello, Passed] | None = None
         self._found: tuple[Owned, Rollout, Record] | None = None
 
-    def known(self, scope: Scope, body: bytes) -> bytes | None:
+    def of(self, state: Mapping[str, Any]) -> Callable[[Scope, bytes], bytes | None]:
         """See `LoggedAnswers`."""
-        return self._path.known(scope, body) if self._authorise(scope) is None else None
+        # What comes through a tunnel is the agent's own word.
+        return (lambda *_: None) if TUNNEL in state else partial(self._known, state.get(PEER))
+
+    def _known(self, peer: Hello | None, scope: Scope, body: bytes) -> bytes | None:
+        passed = None if peer is None else Passed.taken_from(scope)
+        self._passed = None if peer is None or passed is None else (peer, passed)
+        if (peer is not None and passed is None) or self._closing.is_set() or self._authorise(scope) is not None:
+            return None
+        if passed is not None:
+            scope["scheme"] = passed.scheme
+        return self._path.known(scope, body)
 
     def find(self, rollout: Rollout, key: CallKey) -> Record | None:
         """See `HitSteps`."""
-        member = self._member
-        owned = member.gate.owned.get(rollout.task)
-        if owned is None or not owned.is_open or rollout.name in member.ingress.task(rollout.task).unanswered:
-            return None
-        if owned.steps.must_confirm(rollout.id, member.number, rollout.calls, None):
-            return None
-        return self._step.find(rollout, key)
+        owned = self._member.gate.owned.get(rollout.task)
+        may_answer = owned is not None and owned.is_open and self._is_new(owned, rollout)
+        return self._step.find(rollout, key) if may_answer else None
+
+    def _is_new(self, owned: Owned, rollout: Rollout) -> bool:
+        """Return whether a call is plainly none that was made before, and its ingress was the rollout's last one."""
+        if self._passed is None:
+            ingress, is_again = self._member.number, rollout.name in self._member.ingress.task(owned.task).unanswered
+        else:
+            peer, passed = self._passed
+            if (passed.task, passed.view) != (owned.task, owned.view):
+                return False
+            owned.floors.note(peer.member, peer.boot, passed.oldest)
+            call = StepId(peer.member, peer.boot, passed.number, 0)
+            is_late = owned.floors.is_late(*call[:3])
+            ingress = peer.member
+            is_again = passed.is_again or is_late or owned.steps.answered(rollout.id, call) is not None
+        return not is_again and not owned.steps.must_confirm(rollout.id, ingress, rollout.calls, None)
 
     def take(self, rollout: Rollout, record: Record) -> None:
         """Note the step that `log` writes."""
         self._found = self._member.gate.owned[rollout.task], rollout, record
 
-    def log(self, logged: Callable[[bool], None]) -> BegunCall:
+    def log(self, logged: Callable[[bool], None]) -> "WaitingCall | None":
         """See `LoggedAnswers`."""
         assert self._found is not None
         owned, rollout, record = self._found
-        ingress, hello = self._member.ingress, self._member.hello
-        task = ingress.task(rollout.task)
-        call = ingress.begin(task)
-        call_id = StepId(hello.member, hello.boot, call.number, 0)
-        step = step_of(rollout, record, call_id, task.oldest, Outcome.HIT)
+        ingress, call = self._member.ingress, None
+        if self._passed is None:
+            hello, task = self._member.hello, ingress.task(owned.task)
+            call = ingress.begin(task)
+            number, oldest = call.number, task.oldest
+        else:
+            hello, (_, number, oldest, *_) = self._passed
+        step = step_of(rollout, record, StepId(hello.member, hello.boot, number, 0), oldest, Outcome.HIT)
         self._step.order.begin_turn(rollout)
 
         def written(row: "asyncio.Future[None]") -> None:
@@ -88,7 +111,8 @@ class OwnHits:
                     # Not noted before it is taken, or the same call would find its answer and take no step.
                     self._step.take(rollout, record)
                     self._member.gate.took(owned, rollout, record, step)
-                    ingress.end(task, call)
+                    if call is not None:
+                        ingress.end(call)
             except Exception as error:  # noqa: BLE001 - the regular way meets the same error and reports it
                 log.debug("hit path failed", error=repr(error))
                 is_in_log = False
@@ -97,4 +121,4 @@ class OwnHits:
             logged(is_in_log)
 
         owned.write([step]).add_done_callback(written)
-        return BegunCall(task, call)
+        return call

@@ -23,6 +23,7 @@ MAX_UNANSWERED = 1000
 class WaitingCall:
     """A call of an agent."""
 
+    task: "TaskIngress"
     number: int  # Its number among the calls of this start.
     # The events of its connection, behind the request; None for one whose events say more than that it has ended.
     receive: Receive | None
@@ -58,7 +59,9 @@ class TaskIngress:
     @property
     def oldest(self) -> int:
         """Number of the oldest call that may be made again; 0 for none."""
-        return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())), default=0)
+        if not self.unanswered:
+            return next(iter(self.waiting), 0)
+        return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())))
 
     def passed(self, call: WaitingCall, view: int, scheme: str = "http") -> Passed:
         """Return what the owner in a view has to know of a call."""
@@ -92,41 +95,36 @@ class Ingress:
 
     def begin(self, task: TaskIngress) -> WaitingCall:
         """Number a new call that its owner, this member, has got; `end` must follow."""
-        return self._begin(task, WaitingCall(next(self._numbers), None, is_asked=True))
+        return self._begin(WaitingCall(task, next(self._numbers), None, is_asked=True))
 
-    def end(self, task: TaskIngress, call: WaitingCall) -> None:
+    def end(self, call: WaitingCall) -> None:
         """Note that a call is over. Idempotent."""
         call.is_over = True
-        task.waiting.pop(call.number, None)
+        call.task.waiting.pop(call.number, None)
         self._calls.pop(call.number, None)
 
-    def _begin(self, task: TaskIngress, call: WaitingCall) -> WaitingCall:
-        task.waiting[call.number] = self._calls[call.number] = call
+    def _begin(self, call: WaitingCall) -> WaitingCall:
+        call.task.waiting[call.number] = self._calls[call.number] = call
         return call
 
     @contextmanager
     def calling(
-        self,
-        task: TaskIngress,
-        receive: Receive | None,
-        rollout: str = "",
-        request: bytes = b"",
-        begun: WaitingCall | None = None,
+        self, task: TaskIngress, receive: Receive | None, rollout: str = "", request: bytes = b"", begun: object = None
     ) -> Iterator[WaitingCall]:
-        """Number a call, unless it has begun. It is over at the end of the block.
+        """Number a call, unless it is one that has `begun`. It is over at the end of the block.
 
         The same request of a rollout again, right after one that may have taken its step, is the same call: `request`
         is its digest.
         """
         digest, number = task.unanswered.get(rollout, (b"", 0))
         is_again = bool(request) and digest == request and number not in self._calls
-        if begun is not None:
+        if isinstance(begun, WaitingCall):
             call, begun.receive = begun, receive
         elif is_again:
-            call = self._begin(task, WaitingCall(number, receive, is_again))
+            call = self._begin(WaitingCall(task, number, receive, is_again))
         else:
             task.unanswered.pop(rollout, None)
-            call = self._begin(task, WaitingCall(next(self._numbers), receive))
+            call = self._begin(WaitingCall(task, next(self._numbers), receive))
         try:
             yield call
             task.unanswered.pop(rollout, None)
@@ -137,4 +135,4 @@ class Ingress:
                     del task.unanswered[next(iter(task.unanswered))]
             raise
         finally:
-            self.end(task, call)
+            self.end(call)

@@ -18,7 +18,8 @@ from typing_extensions import override
 
 from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.gate import ORIGIN, Origin
-from proxy.cluster.hits import BegunCall, OwnHits
+from proxy.cluster.hits import OwnHits
+from proxy.cluster.ingress import WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
 from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, TUNNEL, Passed, Tunnelled
@@ -32,7 +33,6 @@ from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.tunnels import Tunnels
 from proxy.compat.endpoints import Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
-from proxy.dataplane.hit_path import HitPath
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
@@ -56,22 +56,14 @@ class ClusterPlane(DataPlane):
         super().__init__(engine, behind)
         self._member = member
         self._forwarder = Forwarder(member)
-        self.hits = OwnHits(
-            member, engine.step, self._authorise,
-            lambda steps: HitPath(self._context, self._addressing, engine.counts, self.apis, steps),
-        )  # fmt: skip
+        self.hits = OwnHits(member, engine, self._authorise, self.hit_path)
         self._operations = Operations(member, engine.executor.quotas)
         self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
-        self._is_leaving = False
-        engine.lifecycle.at_hang_up.append(self._leave)
         self.tunnels = Tunnels(
             member, self._forwarder, lambda scope: named_task(scope, engine.access, self._addressing)
         )
         self.tunnels.most = engine.settings.max_connections
-
-    def _leave(self) -> None:
-        self._is_leaving = True
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,8 +87,7 @@ class ClusterPlane(DataPlane):
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
-                body = HeldBody(await self._body(receive), receive)
-                await self._answer(task, scope, body, receive, send, _begun(scope))
+                await self._answer(task, scope, HeldBody(await self._body(receive), receive), receive, send)
         except ClientDisconnectedError:
             # Its call has not begun.
             pass
@@ -113,17 +104,10 @@ class ClusterPlane(DataPlane):
     # -- answers -----------------------------------------------------------------------------------------------------
 
     async def _answer(
-        self,
-        named: NamedTask,
-        scope: Scope,
-        body: "HeldBody | PassedUpload",
-        receive: Receive,
-        send: Send,
-        begun: BegunCall | None = None,
+        self, named: NamedTask, scope: Scope, body: "HeldBody | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        member, task = self._member, self._member.ingress.task(named.name)
-        call = None if begun is None else begun.call
-        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope), call) as call:
+        member, task, begun = self._member, self._member.ingress.task(named.name), scope.get(EXPECTED)
+        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope), begun) as call:
 
             async def here(owned: Owned) -> bool:
                 origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
@@ -139,7 +123,7 @@ class ClusterPlane(DataPlane):
     async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that a peer has passed on, or has made itself; it is not passed on again."""
         passed, is_socket = Passed.taken_from(scope), scope["type"] == "websocket"
-        if self._is_leaving:
+        if self.engine.lifecycle.closing.is_set():
             # The server waits for its connections.
             send = _closing(send)
         if passed is None and scope["path"] == ASK:
@@ -257,8 +241,8 @@ class ClusterPlane(DataPlane):
     @override
     def handled(self, expected: object) -> None:
         """Note that a request is over, which may be a call that `hits` has begun."""
-        if isinstance(expected, BegunCall):
-            self._member.ingress.end(*expected)
+        if isinstance(expected, WaitingCall):
+            self._member.ingress.end(expected)
         else:
             super().handled(expected)
 
@@ -346,15 +330,6 @@ def _peer_of(scope: Scope) -> Hello | None:
     tunnel: Tunnelled | None = state.get(TUNNEL)
     peer: Hello | None = state.get(PEER)
     return peer if tunnel is None else tunnel.take()
-
-
-def _begun(scope: Scope) -> BegunCall | None:
-    """Take the call that `hits` has begun out of its request."""
-    expected = scope.get(EXPECTED)
-    if not isinstance(expected, BegunCall):
-        return None
-    scope[EXPECTED] = None
-    return expected
 
 
 def _closing(send: Send) -> Send:

@@ -6,7 +6,7 @@ A request is authorised once, before anything else. Requests of agents (`/t/…`
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -69,15 +69,18 @@ class OtherProxies(Protocol):
 class LoggedAnswers(Protocol):
     """Known calls whose answers wait for a log."""
 
-    def known(self, scope: Scope, body: bytes) -> bytes | None:
-        """Return the whole HTTP response to a known call, or None; `log` follows, without an await."""
+    def of(self, state: Mapping[str, Any]) -> Callable[[Scope, bytes], bytes | None]:
+        """Return what finds the response to a known call on a connection with a state; `log` follows, without an await.
+
+        It returns None for any other request.
+        """
         ...
 
     def log(self, logged: Callable[[bool], None]) -> object:
-        """Write the step of that call to the log; return what a request is `expected` as that makes the call again.
+        """Write the step of the call that was found to the log; return what its request is `expected` as.
 
-        `logged` is called in a later turn of the event loop. If it gets False, the answer must not be sent, and
-        `DataPlane.handled` must follow.
+        `logged` is called in a later turn of the event loop. If it gets False, the answer must not be sent. The request
+        is then served, or was `handled`.
         """
         ...
 
@@ -99,7 +102,7 @@ class DataPlane:
             Addressing(lambda: engine.names, engine.store.rollouts),
             partial(count_problem, engine.counts),
         )
-        self._context = context = EndpointContext(
+        context = EndpointContext(
             engine.tasks, engine.step, engine.store, engine.journal, engine.answers, engine.executor, engine.restorer,
             engine.audit, engine.drivers, engine.settings, engine.lifecycle, engine.gate, engine.pin,
             self._addressing.address, request_of, self._count,
@@ -107,8 +110,8 @@ class DataPlane:
         endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
-        self.apis = endpoints
-        self._hit_path = HitPath(context, self._addressing, engine.counts, endpoints)
+        self.hit_path = partial(HitPath, context, self._addressing, engine.counts, endpoints)
+        self._hit_path = self.hit_path()
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 

@@ -264,13 +264,9 @@ class HitFirst(asyncio.Protocol):
         elif unanswered == 1 and reader.ended == reader.begun:
             if scope is None or not self._answer(scope):
                 # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
-                self.expected = None if scope is None else self.data_plane.expect(scope)
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
-                if not self._serve(_State.SERVED):
-                    # It refuses the request by itself, so no task reports that it was handled.
-                    self.release(self.expected)
-                    self.expected = None
+                self._serve_request(None if scope is None else self.data_plane.expect(scope))
         elif unanswered > 1 or len(self._held) > MAX_HELD_BYTES or (reader.has_head and not self._body_follows):
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a large body may
             # come too slowly to hold. Many clients send a small one in a packet of its own, right behind the head.
@@ -334,6 +330,13 @@ class HitFirst(asyncio.Protocol):
         self._answered += 1
         self._idle.restart()
         self.hit_s.observe(perf_counter() - self._began)
+
+    def _serve_request(self, expected: object | None) -> None:
+        self.expected = expected
+        if not self._serve(_State.SERVED):
+            # uvicorn refuses the request by itself, so no task reports that it was handled.
+            self.release(expected)
+            self.expected = None
 
     def _serve(self, state: _State) -> bool:
         # The state changes before uvicorn sees the bytes: it may close the connection while it reads them, and `close`

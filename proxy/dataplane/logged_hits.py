@@ -1,4 +1,4 @@
-"""Connections of a cluster's agents: the answer to a known call is sent when its step is in the log.
+"""Connections to a member of a cluster: the answer to a known call is sent when its step is in the log.
 
 `LoggedHits` has one state more than `HitFirst`:
 
@@ -16,13 +16,13 @@ from proxy.dataplane.hit_protocol import HitFirst, _State
 
 
 class LoggedHits(HitFirst):
-    """One connection of an agent, at a member of a cluster."""
+    """One connection of an agent, or of a member that passes calls on."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         hits = self.data_plane.hits
         assert hits is not None
-        self._hits, self.known = hits, hits.known
+        self._hits, self.known = hits, hits.of(self._app_state)
         self._call: object = None
         self._behind = b""  # What came after the request whose step is on its way.
         self._closes = False  # Whether the connection is closed after the answer.
@@ -65,10 +65,7 @@ class LoggedHits(HitFirst):
         if is_in_log:
             super()._write(response)
         else:
-            self.expected = call
-            if not self._serve(_State.SERVED):
-                self.release(call)
-                self.expected = None
+            self._serve_request(call)
         if self._closes:
             # In SERVED, the server has asked uvicorn before it had the request.
             self.shutdown()

@@ -12,20 +12,24 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
+from proxy.cluster.link.greeting import Hello
+from proxy.cluster.link.passing import PEER, TUNNEL, Passed, Tunnelled
 from proxy.cluster.plane import ClusterPlane
 from proxy.cluster.postgres.connection import DatabaseError
-from proxy.cluster.protocol import Stepped
+from proxy.cluster.protocol import StepId, Stepped
 from proxy.dataplane.hit_protocol import protocol_for
 from proxy.dataplane.logged_hits import LoggedHits
 from proxy.dataplane.response_reports import report_responses
 from proxy.http.asgi import Receive, Scope, Send
+from proxy.http.passed_head import PASSED
 from proxy.tree.rollout import Rollout
 from tests.proxy.cluster.states.owners import TASK, BreakableStore, Log, Owner, owner
-from tests.proxy.cluster.test_gate import call, turns
+from tests.proxy.cluster.test_gate import always, call, turns
 from tests.proxy.dataplane.test_hit_protocol import Client
 from tests.proxy.dataplane.test_request_order import request
 
 WRITE, READ = "echo one > f", "cat f"
+PEER_HELLO = Hello(2, 6, b"n")
 
 
 @dataclass
@@ -53,9 +57,9 @@ class Agents:
             raise error
         return is_written
 
-    def connect(self) -> tuple[Client, Any]:
+    def connect(self, state: dict[str, Any] | None = None) -> tuple[Client, Any]:
         config = uvicorn.Config(report_responses(self.plane), lifespan="off", log_config=None)
-        client, connection = Client(), protocol_for(self.plane, kind=LoggedHits)(config, self.state, {})
+        client, connection = Client(), protocol_for(self.plane, kind=LoggedHits)(config, self.state, state or {})
         connection.connection_made(client)
         return client, connection
 
@@ -65,15 +69,15 @@ class Agents:
         connection.data_received(b"".join(request(command, rollout) for command in commands))
         return client
 
-    async def answered(self, *clients: Client) -> list[str]:
-        """Let the log take rows; return the output of each answer."""
+    async def answered(self, *clients: Client, reads: bool = True) -> list[str]:
+        """Let the log take rows; return the output of each answer, if it `reads` them."""
         self.gate.set()
         async with asyncio.timeout(30):
             for client in clients:
                 await client.written.wait()
             while self.state.tasks:
                 await asyncio.wait(self.state.tasks)
-        return [output for client in clients for output in outputs(client)]
+        return [output for client in clients if reads for output in outputs(client)]
 
     async def ask(self, *commands: str, rollout: str) -> list[str]:
         """Make calls, one after the other; return their output."""
@@ -105,7 +109,7 @@ async def agents(folder: Path) -> AsyncIterator[Agents]:
     log = Log()
     async with owner(folder, 1, log, BreakableStore()) as own:
         own.member.database.membership.boot = 5  # type: ignore[misc]
-        own.member.database.membership.cluster = b"cluster"  # type: ignore[misc]
+        own.member.database.membership.cluster = "cluster"  # type: ignore[misc]
         made = Agents(own, log, ClusterPlane(own.engine, behind, own.member, b"secret"))
         own.owned._append = made.append
         try:
@@ -288,6 +292,95 @@ def test_a_call_behind_another_ingress_is_confirmed(tmp_path: Path) -> None:
             assert await on.ask(READ, READ, rollout="b") == ["one\n"] * 2
             assert [record is not None for record in seen] == [False, True]
             assert turns(on.log)[-3:] == [2, 3, 4]
+
+    asyncio.run(go())
+
+
+def passed(number: int, *, view: int, oldest: int = 0, is_again: bool = False) -> bytes:
+    """Return a known call as a peer passes it on."""
+    head, _, body = request(READ, "b").partition(b"\r\n")
+    header = Passed(view, number, oldest or number, is_again, "http", TASK).pack()
+    return b"%b\r\n%b: %b\r\n%b" % (head, PASSED, header, body)
+
+
+def test_a_call_that_a_peer_passes_on_is_answered_likewise(tmp_path: Path) -> None:
+    """Under the number that the peer gave it, unless it may have taken its step, or may be a late copy."""
+
+    async def go() -> None:
+        async with agents(tmp_path) as on:
+            view, rollout, seen = on.own.owned.view, await on.rollout(), list[Any]()
+            found = on.plane.hits._step.find
+            on.plane.hits._step.find = lambda *given: seen.append(found(*given)) or seen[-1]  # type: ignore[method-assign, func-returns-value]
+            client, connection = on.connect({PEER: PEER_HELLO})
+
+            async def pass_on(sent: bytes) -> bytes:
+                client.received = b""
+                client.written.clear()
+                connection.data_received(sent)
+                await on.answered(client, reads=False)
+                return client.received.partition(b"\r\n")[0]
+
+            on.plane._member.confirm = lambda *_: always()  # type: ignore[method-assign]
+            # The rollout's last call came through this member.
+            assert await pass_on(passed(3, view=view)) == b"HTTP/1.1 200 OK"
+            assert (rollout.calls, len(seen)) == (2, 0)
+            on.gate.clear()
+            connection.data_received(passed(4, view=view, oldest=4))
+            await turns_of_loop()
+            assert (on.state.tasks, len(seen)) == (set(), 1)
+            on.gate.set()
+            await client.written.wait()
+            # Once more: the link broke, and the same call comes on another connection.
+            assert await pass_on(passed(4, view=view, oldest=4)) == b"HTTP/1.1 200 OK"
+            assert await pass_on(passed(5, view=view, is_again=True)) == b"HTTP/1.1 200 OK"
+            assert (rollout.calls, len(seen)) == (4, 1)
+            assert await pass_on(passed(2, view=view)) == b"HTTP/1.1 503 Service Unavailable"
+            assert await pass_on(passed(6, view=view - 1)) == b"HTTP/1.1 421 Misdirected Request"
+            assert (rollout.calls, len(seen)) == (4, 1)
+            taken = steps(on.log, rollout.id)
+            assert [step.call for step in taken[1:]] == [StepId(2, 6, number, 0) for number in (3, 4, 5)]
+            assert [step.position.turn for step in taken] == [1, 2, 3, 4]
+
+    asyncio.run(go())
+
+
+def test_what_comes_through_a_tunnel_is_no_known_call(tmp_path: Path) -> None:
+    """Only its first request is the peer's word, and that opens a stream."""
+
+    async def go() -> None:
+        async with agents(tmp_path) as on:
+            assert on.plane.hits.of({TUNNEL: Tunnelled(PEER_HELLO)})({}, b"") is None
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_call_of_a_peer_whose_task_is_dropped_is_answered_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    """Its row is refused, or is in the log when the task is dropped: the next owner may have gone on from there."""
+
+    async def go() -> None:
+        async with agents(tmp_path) as on:
+
+            async def nowhere(_name: str, *, creates: bool) -> None:
+                assert not creates
+
+            def write(lines: Any) -> Any:
+                row = real(lines)
+                row.add_done_callback(lambda _: on.own.owned.is_dropped or on.own.owned.fail("a test"))
+                return row
+
+            client, connection = on.connect({PEER: PEER_HELLO})
+            on.gate.set()
+            await call(on.own, "b", READ, 1, PEER_HELLO.member)
+            rollout, real = await on.rollout(), on.own.owned.write
+            monkeypatch.setattr(on.own.owned, "write", write)
+            monkeypatch.setattr(on.own.member, "locate", nowhere)
+            on.answers = [(is_written, None)]
+            connection.data_received(passed(4, view=on.own.owned.view))
+            await client.written.wait()
+            assert (client.received[:12], rollout.calls, rollout.waiting) == (b"HTTP/1.1 421", 2, 0)
 
     asyncio.run(go())
 

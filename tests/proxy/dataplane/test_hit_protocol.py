@@ -61,9 +61,7 @@ class Server:
     The application answers every request with its path and body, so that the order of responses can be seen.
     """
 
-    def __init__(
-        self, *, timeout_keep_alive: int = 120, hits: Any = None, kind: type[HitFirst] | None = None
-    ) -> None:
+    def __init__(self, *, timeout_keep_alive: int = 120, hits: Any = None, kind: type[HitFirst] | None = None) -> None:
         self.app_paths: list[str] = []
         self.turn = asyncio.Event()
         self.turn.set()

@@ -23,6 +23,9 @@ class Hits:
         self.fails = set[bytes]()
         self.body = b""
 
+    def of(self, _state: object) -> Any:
+        return self.known
+
     def known(self, scope: Scope, body: bytes) -> bytes | None:
         self.body = body
         content = b"hit " + body
@@ -92,6 +95,10 @@ def test_what_follows_waits_for_the_answer(is_in_log: bool) -> None:
         first = b"hit 1" if is_in_log else b"app 1"
         assert contents(await server.settled()) == [first, b"app 2", b"app 3"]
         assert not server.client.is_held
+        for number in (b"4", b"5"):
+            server.connection.data_received(request("/hit", number))
+        hits.written()
+        assert (server.client.is_held, hits.begun) == (False, 3)
 
     asyncio.run(go())
 
