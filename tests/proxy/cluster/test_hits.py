@@ -368,7 +368,7 @@ def test_a_call_of_a_peer_whose_task_is_dropped_is_answered_elsewhere(
 
             def write(lines: Any) -> Any:
                 row = real(lines)
-                row.add_done_callback(lambda _: on.own.owned.is_dropped or on.own.owned.fail("a test"))
+                row.add_done_callback(lambda _: on.own.member._drop(on.own.owned, "a test"))
                 return row
 
             client, connection = on.connect({PEER: PEER_HELLO})
