@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import structlog
-
 from proxy.cluster.gate import step_of
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.passing import PEER, TUNNEL, Passed
@@ -30,8 +28,6 @@ if TYPE_CHECKING:
     import asyncio
 
     from proxy.cluster.ingress import WaitingCall
-
-log = structlog.get_logger()
 
 
 class OwnHits:
@@ -57,12 +53,14 @@ class OwnHits:
         return (lambda *_: None) if TUNNEL in state else partial(self._known, state.get(PEER))
 
     def _known(self, peer: Hello | None, scope: Scope, body: bytes) -> bytes | None:
-        passed = None if peer is None else Passed.taken_from(scope)
-        self._passed = None if peer is None or passed is None else (peer, passed)
-        if (peer is not None and passed is None) or self._closing.is_set() or self._authorise(scope) is not None:
+        self._passed = None
+        if peer is not None:
+            passed = Passed.taken_from(scope)
+            if passed is None:
+                return None
+            self._passed, scope["scheme"] = (peer, passed), passed.scheme
+        if self._closing.is_set() or self._authorise(scope) is not None:
             return None
-        if passed is not None:
-            scope["scheme"] = passed.scheme
         return self._path.known(scope, body)
 
     def find(self, rollout: Rollout, key: CallKey) -> Record | None:
@@ -98,6 +96,7 @@ class OwnHits:
         if self._passed is None:
             hello, task = self._member.hello, ingress.task(owned.task)
             call = ingress.begin(task)
+            call.is_asked = True
             number, oldest = call.number, task.oldest
         else:
             hello, (_, number, oldest, *_) = self._passed
@@ -113,8 +112,7 @@ class OwnHits:
                     self._member.gate.took(owned, rollout, record, step)
                     if call is not None:
                         ingress.end(call)
-            except Exception as error:  # noqa: BLE001 - the regular way meets the same error and reports it
-                log.debug("hit path failed", error=repr(error))
+            except Exception:  # noqa: BLE001 - the regular way meets the same error and reports it
                 is_in_log = False
             finally:
                 self._step.order.end_turn(rollout)

@@ -93,19 +93,19 @@ class Ingress:
         """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
         task.waiting.pop(call.number, None)
 
-    def begin(self, task: TaskIngress) -> WaitingCall:
-        """Number a new call that its owner, this member, has got; `end` must follow."""
-        return self._begin(WaitingCall(task, next(self._numbers), None, is_asked=True))
+    def begin(self, task: TaskIngress, receive: Receive | None = None, again: int = 0) -> WaitingCall:
+        """Number a call, unless it is one that an agent makes `again`; `end` must follow."""
+        call = WaitingCall(task, again or next(self._numbers), receive, bool(again))
+        task.waiting[call.number] = self._calls[call.number] = call
+        return call
 
     def end(self, call: WaitingCall) -> None:
         """Note that a call is over. Idempotent."""
         call.is_over = True
-        call.task.waiting.pop(call.number, None)
-        self._calls.pop(call.number, None)
-
-    def _begin(self, call: WaitingCall) -> WaitingCall:
-        call.task.waiting[call.number] = self._calls[call.number] = call
-        return call
+        # The agent may be making it again.
+        if self._calls.get(call.number) is call:
+            call.task.waiting.pop(call.number, None)
+            del self._calls[call.number]
 
     @contextmanager
     def calling(
@@ -121,10 +121,10 @@ class Ingress:
         if isinstance(begun, WaitingCall):
             call, begun.receive = begun, receive
         elif is_again:
-            call = self._begin(WaitingCall(task, number, receive, is_again))
+            call = self.begin(task, receive, number)
         else:
             task.unanswered.pop(rollout, None)
-            call = self._begin(WaitingCall(task, next(self._numbers), receive))
+            call = self.begin(task, receive)
         try:
             yield call
             task.unanswered.pop(rollout, None)
