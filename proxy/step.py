@@ -54,8 +54,7 @@ class Stepper:
 
     def known(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
         """Answer a call from the tree and take the step, or return None. `expected`: 1 for a call noted by `expect`."""
-        # In a cluster, the log has each step before its answer is sent: that is an await.
-        record = self.find(rollout, key, expected=expected) if self._gate is None else None
+        record = self.find(rollout, key, expected=expected) if self._gate is None else None  # Its log is first.
         if record is not None and self._executor.is_readable(rollout.tree, record):
             self.take(rollout, record)
             return record
