@@ -11,6 +11,7 @@ import uvicorn
 from proxy.address import remove_address, url_of, write_address
 from proxy.dataplane.app import DataPlane
 from proxy.dataplane.hit_protocol import HitFirst, protocol_for
+from proxy.dataplane.logged_hits import LoggedHits
 from proxy.dataplane.response_reports import report_responses
 from proxy.dataplane.socket_protocol import BoundedSocketProtocol
 from proxy.first_call import first_call
@@ -35,7 +36,7 @@ def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Se
         uvicorn.Config(
             report_responses(served),
             loop="uvloop",
-            http=protocol_for(application, None if worker is None else worker),
+            http=protocol_for(application, None if worker is None else worker, kind=_kind_of(application)),
             ws=BoundedSocketProtocol,
             ws_max_size=application.engine.settings.max_body_bytes,
             lifespan="on",
@@ -53,6 +54,10 @@ def server(application: DataPlane, worker: Siblings | None = None) -> uvicorn.Se
     )
 
 
+def _kind_of(application: DataPlane) -> type[HitFirst]:
+    return HitFirst if application.hits is None else LoggedHits
+
+
 class _Server(uvicorn.Server):
     """Ends event streams and terminals before it waits for open requests, which would otherwise never end."""
 
@@ -68,7 +73,8 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started:
             # Connections of other members and workers go to no other worker.
-            make_peer = partial(self._make_protocol, protocol_for(self._application, is_limited=False))
+            peer = protocol_for(self._application, is_limited=False, kind=_kind_of(self._application))
+            make_peer = partial(self._make_protocol, peer)
             self._application.serve_peers(make_peer)
             if self._worker is not None:
                 self._worker.open(partial(self._make_protocol, self.config.http_protocol_class), make_peer)

@@ -42,8 +42,8 @@ class Stepper:
 
     def find(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
         """Return the record that answers a call, or None. No step is taken: `take` follows, without an await. O(1)."""
-        if self._gate is not None or self.order.busy(rollout, but_for=expected) or not rollout.cached:
-            return None  # In a cluster, the log has each step before its answer is sent: that is an await.
+        if self.order.busy(rollout, but_for=expected) or not rollout.cached:
+            return None
         own = key if rollout.node.state is not None else key_for(rollout, key, time.monotonic())
         record = rollout.tree.record(rollout.node, own)
         return record if record is not None and has_way_back(record, rollout.tree) else None
@@ -54,7 +54,7 @@ class Stepper:
 
     def known(self, rollout: Rollout, key: CallKey, *, expected: int = 0) -> Record | None:
         """Answer a call from the tree and take the step, or return None. `expected`: 1 for a call noted by `expect`."""
-        record = self.find(rollout, key, expected=expected)
+        record = self.find(rollout, key, expected=expected) if self._gate is None else None  # Its log is first.
         if record is not None and self._executor.is_readable(rollout.tree, record):
             self.take(rollout, record)
             return record

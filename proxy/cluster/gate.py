@@ -95,14 +95,18 @@ class ClusterGate:
         """Write a step to the log. The caller takes it without another await. Raises DroppedError."""
         owned, origin = self._owner_of(rollout), ORIGIN.get()
         call, oldest = (StepId(self.number, 0, 0, 0), 0) if origin is None else (origin.call, origin.oldest)
-        step = Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest, outcome)
+        step = step_of(rollout, record, call, oldest, outcome)
         await asyncio.shield(owned.write([step]))
         owned.require()
+        self.took(owned, rollout, record, step)
+        if origin is not None:
+            origin.steps += 1
+
+    def took(self, owned: Owned, rollout: Rollout, record: Record, step: Stepped) -> None:
+        """Note that a step is in the log."""
         owned.steps.take(step)
         if record.target.snapshot is not None and record.target.id not in owned.kept:
             self.states.stepped(rollout.tree, record.target)
-        if origin is not None:
-            origin.steps += 1
 
     async def repeat(self, rollout: Rollout, record: Record) -> bool:
         """Return whether the answer of an earlier call may be given once more. Raises RefusalError."""
@@ -174,6 +178,11 @@ class ClusterGate:
         if owned is None or rollout.finished:
             raise DroppedError(rollout.task)
         return owned
+
+
+def step_of(rollout: Rollout, record: Record, call: StepId, oldest: int, outcome: Outcome) -> Stepped:
+    """Return the next step of a rollout as a line of the log."""
+    return Stepped(rollout.id, Position(rollout.calls + 1, record.target.id), record.id, call, oldest, outcome)
 
 
 async def _confirm(rollout: Rollout, origin: Origin) -> int:

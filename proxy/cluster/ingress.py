@@ -23,6 +23,7 @@ MAX_UNANSWERED = 1000
 class WaitingCall:
     """A call of an agent."""
 
+    task: "TaskIngress"
     number: int  # Its number among the calls of this start.
     # The events of its connection, behind the request; None for one whose events say more than that it has ended.
     receive: Receive | None
@@ -58,7 +59,9 @@ class TaskIngress:
     @property
     def oldest(self) -> int:
         """Number of the oldest call that may be made again; 0 for none."""
-        return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())), default=0)
+        if not self.unanswered:
+            return next(iter(self.waiting), 0)
+        return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())))
 
     def passed(self, call: WaitingCall, view: int, scheme: str = "http") -> Passed:
         """Return what the owner in a view has to know of a call."""
@@ -90,32 +93,46 @@ class Ingress:
         """Note that a call is never sent again, so that its owner may forget the answers of the calls after it."""
         task.waiting.pop(call.number, None)
 
+    def begin(self, task: TaskIngress, receive: Receive | None = None, again: int = 0) -> WaitingCall:
+        """Number a call, unless it is one that an agent makes `again`; `end` must follow."""
+        call = WaitingCall(task, again or next(self._numbers), receive, bool(again))
+        task.waiting[call.number] = self._calls[call.number] = call
+        return call
+
+    def end(self, call: WaitingCall) -> None:
+        """Note that a call is over. Idempotent."""
+        call.is_over = True
+        # The agent may be making it again.
+        if self._calls.get(call.number) is call:
+            call.task.waiting.pop(call.number, None)
+            del self._calls[call.number]
+
     @contextmanager
     def calling(
-        self, task: TaskIngress, receive: Receive | None, rollout: str = "", request: bytes = b""
+        self, task: TaskIngress, receive: Receive | None, rollout: str = "", request: bytes = b"", begun: object = None
     ) -> Iterator[WaitingCall]:
-        """Number a call, which is over at the end of the block.
+        """Number a call, unless it is one that has `begun`. It is over at the end of the block.
 
         The same request of a rollout again, right after one that may have taken its step, is the same call: `request`
         is its digest.
         """
         digest, number = task.unanswered.get(rollout, (b"", 0))
         is_again = bool(request) and digest == request and number not in self._calls
-        if not is_again:
+        if isinstance(begun, WaitingCall):
+            call, begun.receive = begun, receive
+        elif is_again:
+            call = self.begin(task, receive, number)
+        else:
             task.unanswered.pop(rollout, None)
-            number = next(self._numbers)
-        call = WaitingCall(number, receive, is_again)
-        task.waiting[number] = self._calls[number] = call
+            call = self.begin(task, receive)
         try:
             yield call
             task.unanswered.pop(rollout, None)
         except RefusalError:
             if call.is_asked and rollout and request:
-                task.unanswered[rollout] = request, number
+                task.unanswered[rollout] = request, call.number
                 if len(task.unanswered) > MAX_UNANSWERED:
                     del task.unanswered[next(iter(task.unanswered))]
             raise
         finally:
-            call.is_over = True
-            task.waiting.pop(number, None)
-            del self._calls[number]
+            self.end(call)

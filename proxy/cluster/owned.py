@@ -131,6 +131,11 @@ class Owned:
         """Let calls be answered: the positions of the log are in memory."""
         self._opened.set()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether calls are answered."""
+        return self._opened.is_set() and not self.is_dropped
+
     async def opened(self) -> None:
         """Wait until calls are answered, or the task was dropped."""
         await self._opened.wait()

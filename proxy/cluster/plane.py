@@ -18,6 +18,8 @@ from typing_extensions import override
 
 from proxy.cluster.forwarding import Forwarder, Relay
 from proxy.cluster.gate import ORIGIN, Origin
+from proxy.cluster.hits import OwnHits
+from proxy.cluster.ingress import WaitingCall
 from proxy.cluster.link.greeting import Hello
 from proxy.cluster.link.listener import PeerListener
 from proxy.cluster.link.passing import ASK, ELSEWHERE, PEER, TUNNEL, Passed, Tunnelled
@@ -35,6 +37,7 @@ from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
+from proxy.http.exchange import EXPECTED
 from proxy.http.responses import send_response
 from proxy.http.uploads import ClientDisconnectedError, uploading
 from proxy.refusals import RefusalError
@@ -47,23 +50,20 @@ class ClusterPlane(DataPlane):
     """Answers agents' requests, or lets the owners of their tasks answer them."""
 
     tunnels: Tunnels
+    hits: OwnHits
 
     def __init__(self, engine: Engine, behind: AsgiApp, member: Member, secret: bytes) -> None:
         super().__init__(engine, behind)
         self._member = member
         self._forwarder = Forwarder(member)
+        self.hits = OwnHits(member, engine, self._authorise, self.hit_path)
         self._operations = Operations(member, engine.executor.quotas)
         self.listener = PeerListener(secret, member.database.membership)  # Accepts the connections of peers.
         self.others = OtherMembers(member, self._authorise)
-        self._is_leaving = False
-        engine.lifecycle.at_hang_up.append(self._leave)
         self.tunnels = Tunnels(
             member, self._forwarder, lambda scope: named_task(scope, engine.access, self._addressing)
         )
         self.tunnels.most = engine.settings.max_connections
-
-    def _leave(self) -> None:
-        self._is_leaving = True
 
     @override
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,8 +106,8 @@ class ClusterPlane(DataPlane):
     async def _answer(
         self, named: NamedTask, scope: Scope, body: "HeldBody | PassedUpload", receive: Receive, send: Send
     ) -> None:
-        member, task = self._member, self._member.ingress.task(named.name)
-        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope)) as call:
+        member, task, begun = self._member, self._member.ingress.task(named.name), scope.get(EXPECTED)
+        with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope), begun) as call:
 
             async def here(owned: Owned) -> bool:
                 origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
@@ -123,7 +123,7 @@ class ClusterPlane(DataPlane):
     async def _answer_peer(self, peer: Hello, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request that a peer has passed on, or has made itself; it is not passed on again."""
         passed, is_socket = Passed.taken_from(scope), scope["type"] == "websocket"
-        if self._is_leaving:
+        if self.engine.lifecycle.closing.is_set():
             # The server waits for its connections.
             send = _closing(send)
         if passed is None and scope["path"] == ASK:
@@ -236,11 +236,15 @@ class ClusterPlane(DataPlane):
 
     @override
     def known(self, scope: Scope, body: bytes | bytearray) -> None:
-        """Return None: the log has each step before its answer is sent, which takes an await."""
+        """Return None: the log has each step before its answer is sent (`hits`)."""
 
     @override
-    def expect(self, scope: Scope) -> None:
-        """Note nothing: no known answer could overtake the request."""
+    def handled(self, expected: object) -> None:
+        """Note that a request is over, which may be a call that `hits` has begun."""
+        if isinstance(expected, WaitingCall):
+            self._member.ingress.end(expected)
+        else:
+            super().handled(expected)
 
     @override
     def may_stream(self, scope: Scope) -> bool:

@@ -6,7 +6,7 @@ A request is authorised once, before anything else. Requests of agents (`/t/…`
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
@@ -66,14 +66,35 @@ class OtherProxies(Protocol):
         ...
 
 
+class LoggedAnswers(Protocol):
+    """Known calls whose answers wait for a log."""
+
+    def of(self, state: Mapping[str, Any]) -> Callable[[Scope, bytes], bytes | None]:
+        """Return what finds the response to a known call on a connection with a state; `log` follows, without an await.
+
+        It returns None for any other request.
+        """
+        ...
+
+    def log(self, logged: Callable[[bool], None]) -> object:
+        """Write the step of the call that was found to the log; return what its request is `expected` as.
+
+        `logged` is called in a later turn of the event loop. If it gets False, the answer must not be sent. The request
+        is then served, or was `handled`.
+        """
+        ...
+
+
 class DataPlane:
     """Answers agents' requests, and passes all others on to the application behind.
 
-    In a cluster, `others` joins the members' parts, and `tunnels` takes the connections that become streams.
+    In a cluster, `others` joins the members' parts, `tunnels` takes the connections that become streams, and `hits`
+    answers known calls.
     """
 
     others: OtherProxies | None = None
     tunnels: Handover | None = None
+    hits: LoggedAnswers | None = None
 
     def __init__(self, engine: Engine, behind: AsgiApp) -> None:
         self.engine, self._behind = engine, behind
@@ -89,8 +110,8 @@ class DataPlane:
         endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
-        self.apis = frozenset(endpoints)
-        self._hit_path = HitPath(context, self._addressing, engine.counts, endpoints)
+        self.hit_path = partial(HitPath, context, self._addressing, engine.counts, endpoints)
+        self._hit_path = self.hit_path()
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
         self._sockets = Sockets(engine, engine.answers)
 

@@ -6,7 +6,7 @@ and changes nothing except the step that it takes. Nothing can run between the l
 """
 
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -19,7 +19,9 @@ from proxy.http.answer_cache import PreparedAnswer, response
 from proxy.http.exchange import client_form, raw
 from proxy.http.lru_cache import LruCache
 from proxy.telemetry.counters import Counters
+from proxy.tree.keys import CallKey
 from proxy.tree.rollout import Outcome, Rollout
+from proxy.tree.tree import Record
 
 log = structlog.get_logger()
 
@@ -30,19 +32,39 @@ _MAX_FORM_BYTES = 64 << 10
 """The largest of them: a larger one costs more to send than to make."""
 
 
+class HitSteps(Protocol):
+    """Finds and takes the steps of hits. `proxy.step.Stepper` is one."""
+
+    def find(self, rollout: Rollout, key: CallKey) -> Record | None:
+        """Return the record that answers a call, or None."""
+        ...
+
+    def take(self, rollout: Rollout, record: Record) -> None:
+        """Take the step of a record that `find` returned."""
+        ...
+
+
 class HitPath:
     """Answers calls that the tree knows; an API in `apis` answers its own, or they take the regular path."""
 
     def __init__(
-        self, context: EndpointContext, addressing: Addressing, counts: Counters, apis: Mapping[str, Endpoint]
+        self,
+        context: EndpointContext,
+        addressing: Addressing,
+        counts: Counters,
+        apis: Mapping[str, Endpoint],
+        steps: HitSteps | None = None,
     ) -> None:
-        self._step, self._addressing = context.step, addressing
+        """Create a hit path; with other `steps` than the context's, calls of APIs take the regular path."""
+        self._step: HitSteps = steps or context.step
+        self._order, self._addressing = context.step.order, addressing
         # The same dictionary that `Tasks` changes: a rollout that ends is gone here at once.
         self._answers, self._rollouts = context.answers, context.tasks.rollouts.running
         self._largest_bytes = min(context.settings.max_body_bytes, AT_ONCE_BYTES)
         self._endpoints = counts.endpoints
         self._apis = apis
-        self._knowing = {name: api for name, api in apis.items() if isinstance(api, KnowingEndpoint)}
+        # They take their steps themselves.
+        self._knowing = {name: api for name, api in apis.items() if isinstance(api, KnowingEndpoint) and steps is None}
         # Responses to requests that mean the same, and get the same form of the same answer.
         self._forms: LruCache[Hashable, bytes] = LruCache(_FORMS_BYTES, len)
 
@@ -77,7 +99,7 @@ class HitPath:
             return None
         rollout = self._rollout(scope, address)
         if rollout is not None:
-            self._step.order.expect(rollout)
+            self._order.expect(rollout)
         return rollout
 
     def _rollout(self, scope: Mapping[str, Any], address: Address) -> Rollout | None:

@@ -23,6 +23,7 @@ therefore ignores `close` in READING, where only `HitFirst` closes an idle conne
 """
 
 import asyncio
+from collections.abc import Callable
 from enum import Enum
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar, cast
@@ -56,24 +57,31 @@ class _State(Enum):
     PASSED = 2
     STREAM = 3
     GIVEN = 4
+    LOGGED = 5  # See `logged_hits`.
 
 
 def protocol_for(
-    data_plane: DataPlane, handover: Handover | None = None, *, is_limited: bool = True
+    data_plane: DataPlane,
+    handover: Handover | None = None,
+    *,
+    is_limited: bool = True,
+    kind: "type[HitFirst] | None" = None,
 ) -> type["HitFirst"]:
     """Return the protocol class of a server of `report_responses(data_plane)`; the handover is for workers."""
     members = {
-        "data_plane": data_plane, "handover": handover, "hit_s": data_plane.engine.counts.hit_s,
+        "data_plane": data_plane, "known": data_plane.known, "handover": handover,
+        "hit_s": data_plane.engine.counts.hit_s,
         "streams": Streams(data_plane), "tunnels": data_plane.tunnels if is_limited else None,
         "limits": ConnectionLimits(data_plane.engine.settings.max_connections) if is_limited else NoLimits(),
     }  # fmt: skip
-    return type("HitFirstFor", (HitFirst,), members)
+    return type("HitFirstFor", (kind or HitFirst,), members)
 
 
 class HitFirst(asyncio.Protocol):
     """One connection. The server makes it with the arguments that it gives to uvicorn's own protocol classes."""
 
     data_plane: ClassVar[DataPlane]
+    known: Callable[[Scope, bytes], bytes | None]
     hit_s: ClassVar[Histogram]
     streams: ClassVar[Streams]
     limits: ClassVar[ConnectionLimits | NoLimits]
@@ -256,13 +264,9 @@ class HitFirst(asyncio.Protocol):
         elif unanswered == 1 and reader.ended == reader.begun:
             if scope is None or not self._answer(scope):
                 # uvicorn makes a task of the request. Until that runs, a hit on another connection must not overtake.
-                self.expected = None if scope is None else self.data_plane.expect(scope)
                 # The tree does not know the call, or the client needs more than one write. uvicorn gets the very
                 # bytes that arrived.
-                if not self._serve(_State.SERVED):
-                    # It refuses the request by itself, so no task reports that it was handled.
-                    self.release(self.expected)
-                    self.expected = None
+                self._serve_request(None if scope is None else self.data_plane.expect(scope))
         elif unanswered > 1 or len(self._held) > MAX_HELD_BYTES or (reader.has_head and not self._body_follows):
             # Several requests at once (pipelining) need answers in their order, which uvicorn keeps; a large body may
             # come too slowly to hold. Many clients send a small one in a packet of its own, right behind the head.
@@ -313,7 +317,7 @@ class HitFirst(asyncio.Protocol):
             # `known` has no await, so no other request of the rollout can come between this check and the write.
             return False
         self._began = perf_counter()
-        response = self.data_plane.known(scope, reader.body)
+        response = self.known(scope, reader.body)
         if response is None:
             return False
         self._write(response)
@@ -326,6 +330,13 @@ class HitFirst(asyncio.Protocol):
         self._answered += 1
         self._idle.restart()
         self.hit_s.observe(perf_counter() - self._began)
+
+    def _serve_request(self, expected: object | None) -> None:
+        self.expected = expected
+        if not self._serve(_State.SERVED):
+            # uvicorn refuses the request by itself, so no task reports that it was handled.
+            self.release(expected)
+            self.expected = None
 
     def _serve(self, state: _State) -> bool:
         # The state changes before uvicorn sees the bytes: it may close the connection while it reads them, and `close`

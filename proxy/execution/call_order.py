@@ -9,7 +9,7 @@ commute waits until no commuting call is left, then takes its turn in the order 
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from proxy.tree.keys import CallKey
@@ -60,6 +60,19 @@ class CallOrder:
         # Joined before the turn begins, so that `busy` is true from the arrival on and no hit can overtake this
         # call.
         self._join(rollout)
+
+    def begin_turn(self, rollout: Rollout) -> None:
+        """Take the turn of a call that has just arrived, for a rollout that is not busy. `end_turn` must follow."""
+        self.arrive(rollout)
+        # A lock that no task holds is acquired without a wait.
+        with suppress(StopIteration):
+            self._queues[rollout.id].lock.acquire().send(None)
+
+    def end_turn(self, rollout: Rollout) -> None:
+        """Let the next call of a rollout have its turn."""
+        self._queues[rollout.id].lock.release()
+        rollout.waiting -= 1
+        self._leave(rollout)
 
     @asynccontextmanager
     async def turn(self, rollout: Rollout, key: CallKey, *, commutes: bool) -> AsyncIterator[None]:

@@ -11,6 +11,8 @@ def test_connections_outlive_a_models_thinking() -> None:
     engine = SimpleNamespace(
         counts=SimpleNamespace(hit_s=None), settings=SimpleNamespace(max_connections=100, max_body_bytes=1024)
     )
-    config = server(cast("Any", SimpleNamespace(engine=engine, others=None, tunnels=None))).config
+    config = server(
+        cast("Any", SimpleNamespace(engine=engine, others=None, tunnels=None, hits=None, known=None))
+    ).config
     assert config.timeout_keep_alive >= 60
     assert config.ws_max_size == 1024

@@ -25,11 +25,11 @@ def origin(number: int, ingress: int = 9) -> Origin:
     return Origin(ingress, 1, number, number, False, lambda: True, always)
 
 
-async def call(own: Owner, rollout: str, command: str, number: int) -> Outcome:
+async def call(own: Owner, rollout: str, command: str, number: int, ingress: int = 9) -> Outcome:
     """Make a call through another member, under a number."""
     task = await own.engine.tasks.open(TASK)
     walker = task.rollouts.get(rollout) or own.engine.tasks.rollouts.begin(task, rollout, task.tree, task.tree.root)
-    ORIGIN.set(origin(number))
+    ORIGIN.set(origin(number, ingress))
     _, outcome = await ask(own.engine, walker, command)
     return outcome
 

@@ -18,6 +18,7 @@ from proxy.cluster.protocol import Ended, StepId, Steps
 from proxy.dataplane.app import DataPlane
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
 from proxy.http.passed_head import PASSED
+from proxy.lifecycle import Lifecycle
 from proxy.refusals import RefusalError
 
 HELLO = Hello(2, 6, b"n")
@@ -43,7 +44,7 @@ class Owner:
         self.drops, self.origins, self.log = False, list[Origin](), asyncio.Semaphore(0)
         self.owned = Owned("t", 3, Steps(), self._append, lambda owned, _reason: owned.drop())
         self.plane = ClusterPlane.__new__(ClusterPlane)
-        self.plane._is_leaving = False
+        self.plane.engine = cast("Any", SimpleNamespace(lifecycle=Lifecycle()))
         self.plane._member = cast("Any", SimpleNamespace(
             gate=SimpleNamespace(owned={"t": self.owned}), supersede=lambda *_: None, locate=self._locate,
         ))  # fmt: skip
@@ -216,7 +217,10 @@ def test_members_ask_each_other_over_the_same_connection(monkeypatch: pytest.Mon
 
         owner = Owner(monkeypatch)
         owner.plane.engine = cast(
-            "Any", SimpleNamespace(settings=SimpleNamespace(max_body_bytes=100, data=None), access=None)
+            "Any",
+            SimpleNamespace(
+                settings=SimpleNamespace(max_body_bytes=100, data=None), access=None, lifecycle=Lifecycle()
+            ),
         )
         owner.plane._addressing, owner.plane._member = cast("Any", None), cast("Any", Questions())
         monkeypatch.setattr(DataPlane, "__call__", ordinary)

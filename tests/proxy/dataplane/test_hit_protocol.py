@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, protocol_for
+from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, HitFirst, protocol_for
 from proxy.dataplane.response_reports import report_responses
 from proxy.http.asgi import Receive, Scope, Send
 
@@ -61,13 +61,13 @@ class Server:
     The application answers every request with its path and body, so that the order of responses can be seen.
     """
 
-    def __init__(self, *, timeout_keep_alive: int = 120) -> None:
+    def __init__(self, *, timeout_keep_alive: int = 120, hits: Any = None, kind: type[HitFirst] | None = None) -> None:
         self.app_paths: list[str] = []
         self.turn = asyncio.Event()
         self.turn.set()
         self.gate_second: asyncio.Event | None = None
         plane = SimpleNamespace(known=self._known, streaming=None, may_stream=lambda _: False, expect=lambda _: None)
-        plane.tunnels = None
+        plane.tunnels, plane.hits = None, hits
         plane.engine = SimpleNamespace(
             counts=SimpleNamespace(hit_s=SimpleNamespace(observe=lambda _: None)),
             settings=SimpleNamespace(max_connections=100),
@@ -76,7 +76,7 @@ class Server:
             report_responses(self._app), lifespan="off", log_config=None, timeout_keep_alive=timeout_keep_alive
         )
         self.state, self.client = ServerState(), Client()
-        self.connection = protocol_for(cast("DataPlane", plane))(config, self.state, {})
+        self.connection = protocol_for(cast("DataPlane", plane), kind=kind)(config, self.state, {})
         self.connection.connection_made(self.client)
 
     async def send(self, *chunks: bytes) -> bytes:

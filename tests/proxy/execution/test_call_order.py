@@ -87,3 +87,21 @@ def test_the_window_may_end_at_any_moment(tmp_path: Path) -> None:
                     assert loop.time() > loop_time
 
     asyncio.run(asyncio.wait_for(go(), 60.0))
+
+
+@pytest.mark.parametrize("commutes", [False, True])
+def test_a_turn_that_is_taken_at_once_holds_up_later_calls(tmp_path: Path, commutes: bool) -> None:
+    async def go() -> None:
+        async with engine(tmp_path) as running:
+            task = await running.tasks.open("task")
+            rollout = running.tasks.rollouts.begin(task, "a", task.tree, task.tree.root)
+            order = running.step.order
+            order.begin_turn(rollout)
+            later = asyncio.ensure_future(send(running, rollout, UPLOADS[0], commutes=commutes))
+            await asyncio.sleep(2 * WINDOW_S)
+            assert (order.busy(rollout), rollout.waiting, rollout.calls, later.done()) == (True, 2, 0, False)
+            order.end_turn(rollout)
+            assert await later is Outcome.MISS
+            assert (order.busy(rollout), rollout.waiting) == (False, 0)
+
+    asyncio.run(go())
