@@ -6,7 +6,6 @@ every state came back with the owners, modes and capabilities that it had.
 
 import asyncio
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +16,7 @@ from sandboxes.local.layers import MAX_DEPTH
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.rights import held
 from sandboxes.spec import EnvironmentSpec
+from tests import forks
 from tests.machine import wait_until
 from tests.rights import Rights
 from tests.sandboxes.box import opened, run
@@ -42,14 +42,15 @@ stat -c '%u %g %a %n' / /etc /etc/hostname /home /root /tmp /dev/.shell /dev/.sh
 def launcher_beside(folder: Path) -> Iterator[Path]:
     """Run `forkpoint launcher` for proxies of `USER` with data below `folder`; yield its socket."""
     path = folder / "run" / "launcher"
-    command = [sys.executable, "-m", "forkpoint", "launcher", "--user", USER, "--data", str(folder / "data")]
-    with subprocess.Popen([*command, "--socket", str(path)]) as launcher:
-        try:
-            wait_until(lambda: path.exists() or launcher.poll() is not None)
-            assert launcher.poll() is None
-            yield path
-        finally:
-            launcher.kill()
+    command = ["forkpoint", "launcher", "--user", USER, "--data", str(folder / "data"), "--socket", str(path)]
+    launcher = forks.server().fork(command, folder, os.environ, folder / "launcher.log")
+    try:
+        wait_until(lambda: path.exists() or launcher.poll() is not None)
+        assert launcher.poll() is None
+        yield path
+    finally:
+        launcher.kill()
+        launcher.wait()
 
 
 async def _keep_and_merge(folder: Path) -> None:

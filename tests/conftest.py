@@ -78,7 +78,7 @@ LEFT_OUT = {
     "tests/sandboxes/local/": "minutes",
     "tests/sandboxes/shell_files/": "minutes",
     "tests/sandboxes/sqlite/": "minutes",
-    "tests/sandboxes/test_attacks.py": "minutes",
+    "tests/sandboxes/test_attacks": "minutes",
     "tests/sandboxes/test_file_attributes.py": "minutes",
     "tests/sandboxes/tool_clients/": "minutes",
     "tests/sandboxes/video/": "minutes",
@@ -112,6 +112,8 @@ LONGEST = (
     "tests/proxy/dataplane/test_large_bodies.py", "tests/proxy/transfer/", "tests/ui/",
 )  # fmt: skip
 """Tests that begin first, in this order, so that no worker process works alone at the end."""
+ALONE = ("tests/sandboxes/test_attacks_on_limits.py", "tests/sandboxes/local/test_shortage.py")
+"""Files with tests that run alone. They come last: all other processes wait for them, and they for the longest test."""
 
 
 @pytest.fixture(autouse=True)
@@ -138,7 +140,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid.startswith(tuple(LEFT_OUT))])
         items[:] = [item for item in items if not item.nodeid.startswith(tuple(LEFT_OUT))]
     places = range(len(LONGEST))
-    items.sort(key=lambda item: next((at for at in places if item.nodeid.startswith(LONGEST[at])), len(LONGEST)))
+    items.sort(
+        key=lambda item: (
+            item.nodeid.startswith(ALONE),
+            next((at for at in places if item.nodeid.startswith(LONGEST[at])), len(LONGEST)),
+        )
+    )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -1,14 +1,15 @@
 """Runs a program with exactly the rights that a container or a hardened machine gives it.
 
 `python -m tests.rights '{"capabilities": ["SETUID"], "refused": ["mount"]}' PROGRAM…` gives up the rest, then executes
-the program. `Rights.wrapper` is this command, for the `wrapper` of `tests.machine.Proxy`.
+the program; a fork that has imported it runs it as it is. `Rights.wrapper` is this command, for the `wrapper` of
+`tests.machine.Proxy`.
 """
 
 import json
 import os
 import re
+import runpy
 import struct
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any
 
 from sandboxes.linux import cgroups, confine
 from sandboxes.linux import syscalls as kernel
+from tests import forks
 
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
@@ -68,9 +70,7 @@ class Rights:
     @property
     def wrapper(self) -> tuple[str, ...]:
         """The command before a program."""
-        root = str(Path(__file__).parents[1])
-        program = f"import sys; sys.path.insert(0, {root!r}); from tests.rights import main; main()"
-        return (sys.executable, "-c", program, json.dumps(asdict(self)))
+        return (sys.executable, "-m", "tests.rights", json.dumps(asdict(self)))
 
     def keeps(self, capability: str) -> bool:
         """Return whether the program has a capability, as far as this machine has it."""
@@ -80,9 +80,12 @@ class Rights:
         """Return what doctor shows a proxy with these rights, by name."""
         os.chown(folder, self.uid, self.uid)
         command = [sys.executable, "-m", "forkpoint", "doctor", "--json", "--data", str(folder / "data")]
-        done = subprocess.run([*self.wrapper, *command], capture_output=True, text=True, check=False, timeout=120)
+        shown = folder / "shown"
+        forks.server().fork([*self.wrapper[2:], *command], folder, os.environ, shown).wait(120)
         assert not (folder / "data").exists()
-        return {requirement["name"]: requirement for requirement in json.loads(done.stdout)}
+        # Before it is what a process of a trial said that failed.
+        text = "\n" + shown.read_text()
+        return {requirement["name"]: requirement for requirement in json.loads(text[text.index("\n[") :])}
 
     def take(self) -> None:
         """Give up every other right, for good."""
@@ -164,8 +167,15 @@ def main() -> None:
     members = json.loads(sys.argv[1])
     kept = members["capabilities"]
     members |= {"capabilities": None if kept is None else tuple(kept), "refused": tuple(members["refused"])}
-    Rights(**members).take()
-    os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - what the test names
+    rights = Rights(**members)
+    rights.take()
+    # What a user may reach of itself is decided when a program is executed; root's rights need not be.
+    if rights.uid == 0 and sys.argv[2:4] == [sys.executable, "-m"] and forks.PRELOADED[0] in sys.modules:
+        sys.argv[:4] = []
+        kernel.capset(sum(1 << CAPABILITIES.index(name) for name in capabilities_here() if rights.keeps(name)))
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        os.execvp(sys.argv[2], sys.argv[2:])  # noqa: S606 - what the test names
 
 
 if __name__ == "__main__":

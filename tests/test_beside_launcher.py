@@ -97,7 +97,10 @@ def test_files_keep_their_owners_for_root() -> None:
 def test_local_driver_keeps_its_contract() -> None:
     """Each test of the contract is run by a process with the rights of the unit's proxy."""
     with data_directory() as folder, launcher_beside(folder) as path:
-        tests = ["test_contract.py::TestLocalDriver", "test_hard_links.py::test_links_of_set_up_stay_links"]
+        tests = [
+            "test_contract.py::TestLocalDriver", "test_hard_links.py::test_links_of_set_up_stay_links",
+            "test_processes.py::TestLocalProcesses::test_overdue_process_is_killed_with_its_children",
+        ]  # fmt: skip
         command = [*BESIDE.wrapper, sys.executable, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "-rs"]
         command += [f"tests/sandboxes/local/{test}" for test in tests]
         done = subprocess.run(

@@ -189,6 +189,11 @@ def in_sandbox(data_dir: Path, test: Callable[[Sandbox], Awaitable[None]], **spe
     driven(kept_driver.offer("", LocalDriver, data_dir), go)
 
 
+def with_local(data_dir: Path, test: Callable[[LocalDriver], Awaitable[None]]) -> None:
+    """Run a test with a local driver that freezes live processes where CRIU works."""
+    driven(kept_driver.offer("with CRIU", local_driver, data_dir), test)
+
+
 SMALL = Limits(memory_mb=96, pids=32, disk_mb=24, timeout_s=20)
 
 

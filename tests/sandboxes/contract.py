@@ -329,18 +329,6 @@ class MachineContract(LocalContract):
 
         driven(driver, test)
 
-    def test_overdue_process_is_stopped(self, driver: Driver) -> None:
-        """A process that exceeds its time limit does nothing more."""
-
-        async def test(driver: Driver) -> None:
-            sandbox = await after(driver, "x=5")
-            waiting = "echo soon; for i in 1 2 3 4 5 6 7 8; do (sleep 60; echo never) & done; sleep 60; echo never"
-            for _ in range(2):
-                result = await ran(sandbox, "/bin/sh", "-c", waiting, timeout_s=3.0)
-                assert (result.out, result.ending.timed_out) == (b"soon\n", True)
-
-        driven(driver, test)
-
 
 class CheckpointContract(MachineContract):
     """What holds where live processes are frozen."""

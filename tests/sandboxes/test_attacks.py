@@ -10,7 +10,7 @@ import pytest
 from bench import attacks, attacks_on_data
 from sandboxes.driver import Driver
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import local_driver, opened
+from tests.sandboxes.box import local_driver
 from tests.sandboxes.docker import OnImage
 from tests.sandboxes.postgres_cluster import require_postgres
 
@@ -30,18 +30,6 @@ def test_nothing_gets_out(driver: Callable[[Path], Driver], data_dir: Path) -> N
     folder.mkdir()
     ground = attacks.Ground("", driver, {})
     assert through(asyncio.run(attacks.attack_machine(ground, folder, holders=False))) == []
-
-
-@pytest.mark.alone
-def test_what_is_shared_is_left_to_others(data_dir: Path) -> None:
-    """The limits are those of the sandbox's user and control group, whatever its root."""
-    require_sandboxes()
-
-    async def hold() -> list[attacks_on_data.Outcome]:
-        async with opened(local_driver(data_dir)) as driver:
-            return await attacks.hold_shared(driver)
-
-    assert through(asyncio.run(hold())) == []
 
 
 def test_statements_reach_nothing_of_others(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, reject
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 from sandboxes.effects import StateDigest
@@ -54,6 +54,7 @@ def as_frame(message: IpcMessage) -> IpcFrame:
 
 
 @pytest.mark.parametrize("cls", all_messages().values(), ids=lambda cls: cls.op)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_decode_inverts_encode(cls: type[IpcMessage], data: st.DataObject) -> None:
     """Also with names of files that are no UTF-8, and with integers of any size."""

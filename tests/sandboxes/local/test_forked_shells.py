@@ -3,7 +3,6 @@
 What a shell shows of itself is compared with an executed one in `tests/sandboxes/guest/test_anchor.py` too.
 """
 
-import asyncio
 import tarfile
 from collections.abc import Awaitable, Callable
 from io import BytesIO
@@ -14,9 +13,10 @@ import pytest
 from sandboxes.driver import Driver, Sandbox
 from sandboxes.effects import Effect
 from sandboxes.linux import spawn
+from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import file, in_sandbox, local_driver, needs_forks, needs_root, opened, ran, run
+from tests.sandboxes.box import driven, file, in_sandbox, kept_driver, needs_forks, needs_root, ran, run
 from tests.sandboxes.conftest import execute_shells
 from tests.sandboxes.guest.forking_anchor import EXECUTABLE, FORK, PROGRAM, SHOWN_SORTED
 from tests.sandboxes.image_archives import root_tar
@@ -29,12 +29,8 @@ def _sandboxes() -> None:
     require_sandboxes()
 
 
-def driven(data_dir: Path, test: Callable[[Driver], Awaitable[None]]) -> None:
-    async def go() -> None:
-        async with opened(local_driver(data_dir, checkpoints=False)) as driver:
-            await test(driver)
-
-    asyncio.run(go())
+def with_forks(data_dir: Path, test: Callable[[Driver], Awaitable[None]]) -> None:
+    driven(kept_driver.offer("", LocalDriver, data_dir), test)
 
 
 @needs_forks
@@ -80,9 +76,9 @@ def test_forked_and_executed_shells_answer_alike(data_dir: Path, monkeypatch: py
         programs.append((await run(sandbox, PROGRAM)).out)
 
     programs: list[str] = []
-    driven(data_dir, test)
+    with_forks(data_dir, test)
     execute_shells(monkeypatch)
-    driven(data_dir, test)
+    with_forks(data_dir, test)
     for call, forked, executed in zip(calls, *answers, strict=True):
         assert forked == executed, call
     assert programs == [f"{FORK if Path(spawn.ANCHOR).exists() else EXECUTABLE}\n", f"{EXECUTABLE}\n"]
@@ -101,7 +97,7 @@ def test_a_sandbox_works_with_each_kind_of_shell(data_dir: Path) -> None:
             assert (await run(each, "sleep 60 & echo $((1+1)) | cat; kill $!")).out == "2\n"
             assert (await run(each, "echo $x", session="other")).out == "\n"
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)
 
 
 CHANGES = {
@@ -139,7 +135,7 @@ def test_a_changed_system_changes_no_session(data_dir: Path, name: str) -> None:
             assert (await run(each, look)).printed == before.printed, "below another anchor"
             assert (await run(each, "echo $x; x=1", session="other")).printed == ("\n", "", 0)
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)
 
 
 @needs_forks
@@ -170,7 +166,7 @@ def test_sessions_run_this_machine_s_bash_in_every_base(data_dir: Path, tmp_path
             assert (await run(each, "bash")).out == "own bash\n"
             assert (await ran(each, "bash")).out == b"own bash\n"
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)
 
 
 @needs_forks
@@ -188,9 +184,9 @@ def test_variables_for_the_loader_concern_children_alone(data_dir: Path, monkeyp
         assert shown.err.count("'/nowhere.so' from LD_PRELOAD cannot be preloaded") == 3, "each child says so"
         answers.append((*shown.outcome, *again.outcome))
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)
     execute_shells(monkeypatch)
-    driven(data_dir, test)
+    with_forks(data_dir, test)
     assert programs == [f"{FORK}\n", f"{EXECUTABLE}\n"]
     assert answers[0] == answers[1]
 
@@ -219,7 +215,7 @@ def test_a_command_changes_no_file_of_the_shells_and_enters_no_anchor(data_dir: 
     """Not even root in the sandbox. The files are shared by all sandboxes."""
 
     def files() -> dict[str, tuple[bytes, int, int, int]]:
-        found = {path.name: (path.read_bytes(), path.stat()) for path in (data_dir / "shells/files").iterdir()}
+        found = {path.name: (path.read_bytes(), path.stat()) for path in (data_dir / "kept/shells/files").iterdir()}
         return {name: (text, made.st_mode, made.st_uid, made.st_ctime_ns) for name, (text, made) in found.items()}
 
     async def test(sandbox: Sandbox) -> None:
@@ -258,7 +254,7 @@ def test_a_changed_fork_changes_no_other(data_dir: Path) -> None:
         for each in (sandbox, other):
             assert (await run(each, "nope")).err == "bash: line 1: nope: command not found\n"
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)
 
 
 HOLD = r"""
@@ -312,4 +308,4 @@ def test_locks_and_watches_stay_in_a_sandbox(data_dir: Path, own: bool) -> None:
         assert own or taken.printed == alone.printed
         assert (await run(sandbox, "touch /tmp/look; wait; cat /tmp/seen")).out == f"{own}\n"
 
-    driven(data_dir, test)
+    with_forks(data_dir, test)

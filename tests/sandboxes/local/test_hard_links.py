@@ -9,11 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sandboxes.driver import Driver
 from sandboxes.errors import NotFreezableError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.rights import held
 from sandboxes.spec import EnvironmentSpec
-from tests.sandboxes.box import local_driver, opened, run
+from tests.sandboxes.box import driven, kept_driver, local_driver, opened, run
 
 pytestmark = pytest.mark.skipif(not held.over_files(), reason="hard links over frozen layers need rights over files")
 
@@ -63,27 +64,26 @@ def test_links_are_as_on_a_plain_machine(data_dir: Path, program: list[str]) -> 
     program = ["mkdir d e; echo 1 > f1; ln f1 d/f1; ln f1 e/f1", *program]
     truth = plain(program)
 
-    async def go() -> None:
-        async with opened(local_driver(data_dir)) as driver:
-            kept, restored = await driver.start(SPEC), await driver.start(SPEC)
-            for command, shown in zip(program, truth, strict=True):
-                answers = [await run(box, f"{command}\n{LOOK}") for box in (kept, restored)]
-                assert [answer.out for answer in answers] == [shown, shown], (program, command)
-                one, two = (answer.state for answer in answers)
-                assert one is not None
-                assert two is not None
-                assert one.content == two.content
-                try:
-                    frozen = await restored.freeze()
-                except NotFreezableError:
-                    # The kernel keeps no index of these.
-                    look = await run(restored, "find . ! -type f ! -type d -links +1 | head -n 1")
-                    assert look.out, (program, command)
-                    continue
-                await restored.close()
-                restored = await driver.restore(SPEC, frozen)
+    async def go(driver: Driver) -> None:
+        kept, restored = await driver.start(SPEC), await driver.start(SPEC)
+        for command, shown in zip(program, truth, strict=True):
+            answers = [await run(box, f"{command}\n{LOOK}") for box in (kept, restored)]
+            assert [answer.out for answer in answers] == [shown, shown], (program, command)
+            one, two = (answer.state for answer in answers)
+            assert one is not None
+            assert two is not None
+            assert one.content == two.content
+            try:
+                frozen = await restored.freeze()
+            except NotFreezableError:
+                # The kernel keeps no index of these.
+                look = await run(restored, "find . ! -type f ! -type d -links +1 | head -n 1")
+                assert look.out, (program, command)
+                continue
+            await restored.close()
+            restored = await driver.restore(SPEC, frozen)
 
-    asyncio.run(go())
+    driven(kept_driver.offer("links", local_driver, data_dir), go)
 
 
 def test_sandboxes_of_earlier_states_are_in_nobody_s_way(data_dir: Path) -> None:

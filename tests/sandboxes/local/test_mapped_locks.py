@@ -1,7 +1,6 @@
 """Record locks on mapped files come back with a checkpoint whose processes stand still between calls."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from sandboxes.local.driver import LocalDriver
 from sandboxes.local.sandbox import LocalSandbox
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_criu
-from tests.sandboxes.box import local_driver, opened, run
+from tests.sandboxes.box import run, with_local
 
 READER = """
 import os, sqlite3, sys, threading, time
@@ -54,15 +53,6 @@ def _criu() -> None:
     require_criu()
 
 
-def driven(data_dir: Path, test: Callable[[LocalDriver], Awaitable[None]]) -> None:
-    async def go() -> None:
-        async with opened(local_driver(data_dir)) as driver:
-            assert isinstance(driver, LocalDriver)
-            await test(driver)
-
-    asyncio.run(go())
-
-
 def asked(number: int) -> str:
     return f"touch ask.{number}; until [ -e answer.{number} ]; do sleep .01; done; cat answer.{number}"
 
@@ -84,7 +74,7 @@ def test_an_open_database_keeps_its_locks(data_dir: Path) -> None:
         for number, count in ((1, 1), (2, 2)):
             assert [(await run(box, asked(number))).out for box in boxes] == [f"[({count},)]"] * 3
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 BLOCKED = """
@@ -139,7 +129,7 @@ def test_what_a_process_waits_for_goes_on(data_dir: Path, kind: str, go: str, to
             assert (await run(box, LOCK.format(1, 30))).out == ""
             assert (await run(box, answer)).out == told
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 COUNTER = """
@@ -173,7 +163,7 @@ def test_no_process_runs_before_its_first_call(data_dir: Path) -> None:
         await run(restored[0], "sleep .1")
         assert await counted(restored[0]) != counts[0]
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 def test_a_session_without_shell_is_restored_beside_frozen_processes(data_dir: Path) -> None:
@@ -188,4 +178,4 @@ def test_a_session_without_shell_is_restored_beside_frozen_processes(data_dir: P
             restored = await driver.restore(SPEC, frozen)
         assert (await run(restored, "pgrep -c sleep")).out == "1\n"
 
-    driven(data_dir, test)
+    with_local(data_dir, test)

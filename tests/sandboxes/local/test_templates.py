@@ -3,11 +3,9 @@
 They are compared with shells that are executed, which have no template.
 """
 
-import asyncio
 import contextlib
 import os
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from sandboxes.driver import Driver, Sandbox
 from sandboxes.linux import processes
 from sandboxes.spec import EnvironmentSpec
 from tests.machine import require_sandboxes
-from tests.sandboxes.box import file, in_sandbox, local_driver, needs_forks, needs_root, opened, ran, run
+from tests.sandboxes.box import file, in_sandbox, needs_forks, needs_root, ran, run, with_local
 from tests.sandboxes.conftest import execute_shells
 from tests.sandboxes.guest.forking_anchor import SHOWN_SORTED
 
@@ -34,14 +32,6 @@ pytestmark = needs_forks
 @pytest.fixture(autouse=True)
 def _sandboxes() -> None:
     require_sandboxes()
-
-
-def driven(data_dir: Path, test: Callable[[Driver], Awaitable[None]]) -> None:
-    async def go() -> None:
-        async with opened(local_driver(data_dir)) as driver:
-            await test(driver)
-
-    asyncio.run(go())
 
 
 def test_forks_answer_as_executed_shells_do(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +74,9 @@ def test_forks_answer_as_executed_shells_do(data_dir: Path, monkeypatch: pytest.
         answered = [await run(sandbox, call) for call in calls]
         answers.append([(*answer.outcome, answer.state and answer.state.content) for answer in answered])
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
     execute_shells(monkeypatch)
-    driven(data_dir, test)
+    with_local(data_dir, test)
     for call, forked, restored in zip(calls, *answers, strict=True):
         assert forked == restored, call
 
@@ -138,7 +128,7 @@ def test_there_is_one_in_each_sandbox_with_one_session_and_no_processes(data_dir
         await run(live, "x=1", session="other")
         assert (await run(live, NAMES)).out.startswith("init\nanchor\nbash\nbash\n")
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 TOUCHES = {
@@ -262,9 +252,9 @@ def test_a_changed_file_is_read_by_the_next_shell(
         assert len({answer.outcome for answer in live}) == 1
         seen.append(live[0].outcome)
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
     execute_shells(monkeypatch)
-    driven(data_dir, test)
+    with_local(data_dir, test)
     assert seen[0] == seen[1]
 
 
@@ -291,7 +281,7 @@ def test_a_session_stays_in_a_directory_that_another_one_moves(data_dir: Path) -
             assert (await run(sandbox, "ls; pwd", session=other)).out == "/tmp/a\n"
             await sandbox.close()
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 @needs_root
@@ -313,9 +303,9 @@ def test_a_changed_directory_of_a_session(data_dir: Path, name: str, way: str, m
         # A session without its directory is in the directory of an ended process.
         seen.append([re.sub(r"/proc/\d+", "/proc/PID", repr(answer.outcome)) for answer in answers])
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
     execute_shells(monkeypatch)
-    driven(data_dir, test)
+    with_local(data_dir, test)
     assert seen[0] == seen[1]
 
 
@@ -367,4 +357,4 @@ def test_a_template_holds_no_file_of_the_layers(data_dir: Path) -> None:
             assert_holds_no_file(template)
         assert len(found) == 1, "one template for all layers"
 
-    driven(data_dir, test)
+    with_local(data_dir, test)

@@ -1,10 +1,8 @@
 """What processes have set is the same after a restore, or they are not dumped: a checkpoint never changes them."""
 
 import ast
-import asyncio
 import shlex
 import shutil
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ from sandboxes.errors import NotFreezableError
 from sandboxes.local.driver import LocalDriver
 from sandboxes.spec import EnvironmentSpec, Limits
 from tests.machine import require_criu
-from tests.sandboxes.box import local_driver, opened, run
+from tests.sandboxes.box import run, with_local
 from tests.sandboxes.local import settings_probe
 
 PROBE = Path(settings_probe.__file__).read_text()
@@ -65,15 +63,6 @@ def _criu() -> None:
     require_criu()
 
 
-def driven(data_dir: Path, test: Callable[[LocalDriver], Awaitable[None]]) -> None:
-    async def go() -> None:
-        async with opened(local_driver(data_dir)) as driver:
-            assert isinstance(driver, LocalDriver)
-            await test(driver)
-
-    asyncio.run(go())
-
-
 def begun(names: list[str]) -> str:
     ready = " ".join(f"{name}/ready" for name in names)
     starts = "".join(f"python3 probe.py {name} > {name}.log 2>&1 & " for name in names)
@@ -104,7 +93,7 @@ def test_what_was_set_comes_back(data_dir: Path) -> None:
             said = (await run(box, asked(names), timeout_s=60)).out.splitlines()
             assert [pair for pair in zip(live, said, strict=True) if pair[0] != pair[1]] == []
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 def test_the_cpus_that_a_sandbox_was_given_are_no_change(data_dir: Path) -> None:
@@ -118,7 +107,7 @@ def test_the_cpus_that_a_sandbox_was_given_are_no_change(data_dir: Path) -> None
         given = await run(back, "taskset -pc $$ | cut -d: -f2; taskset -pc $! | cut -d: -f2")
         assert len(set(given.out.split())) == 1
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 def test_what_would_be_lost_is_not_dumped(data_dir: Path) -> None:
@@ -137,7 +126,7 @@ def test_what_would_be_lost_is_not_dumped(data_dir: Path) -> None:
             await run(sandbox, "kill %1; wait; rm -rf *.log")
         await sandbox.freeze()
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
 
 
 WORK = {
@@ -221,4 +210,4 @@ def test_runtimes_work_again_after_a_restore(data_dir: Path, name: str) -> None:
             done = [(await run(box, step(number), timeout_s=60)).out for number in (2, 3)]
             assert done[-1] == live[-1]
 
-    driven(data_dir, test)
+    with_local(data_dir, test)
