@@ -601,6 +601,24 @@ def test_a_checkpoint_without_room_harms_nothing(data_dir: Path, monkeypatch: py
     driven(data_dir, test)
 
 
+def test_a_checkpoint_that_cannot_begin_harms_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU ends while it starts, as it does on a machine without memory. The sandbox goes on, and is frozen later."""
+
+    async def test(driver: LocalDriver) -> None:
+        assert await driver.machine.checkpointer.is_available()
+        sandbox = await driver.start(SPEC)
+        tag = (await run(sandbox, "sleep 1000 & head -c 9 /dev/urandom | base64 > tag; cat tag")).out
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "ARGUMENTS", ("criu", "--no-such-option"))
+            with pytest.raises(NotFreezableNowError, match="could not be started"):
+                await sandbox.freeze()
+        frozen = await sandbox.freeze()
+        assert (await run(sandbox, "cat tag")).out == tag
+        assert (await run(await driver.restore(SPEC, frozen), "cat tag")).out == tag
+
+    driven(data_dir, test)
+
+
 def kill_criu() -> None:
     for pid, _ in descendants(os.getpid()):
         with contextlib.suppress(OSError):
