@@ -485,11 +485,13 @@ def test_an_agent_s_files_never_reach_criu(data_dir: Path) -> None:
 
 
 def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
+    """The next driver checks the layers. That of the live state hides a file of the one below."""
     kept: list[FrozenState] = []
 
     async def begin(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
-        await run(sandbox, "x=1; sleep 1000 &")
+        await run(sandbox, "echo f > f")
+        await run(sandbox, "x=1; rm f; sleep 1000 &")
         kept.append(await sandbox.freeze())
 
     async def go_on(driver: LocalDriver) -> None:
@@ -497,7 +499,7 @@ def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
         await driver.collect(kept[0].parts)
         assert driver.machine.checkpointer.names() == {kept[0].payload["images"]}
         back: Sandbox = await driver.restore(SPEC, kept[0])
-        assert (await run(back, "echo $x; pgrep -c sleep")).out == "1\n1\n"
+        assert (await run(back, "echo $x; pgrep -c sleep; ls")).out == "1\n1\n"
 
     driven(data_dir, begin)
     driven(data_dir, go_on)
