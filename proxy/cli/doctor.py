@@ -172,22 +172,23 @@ def _host_changes(data_dir: Path) -> Iterator[Requirement]:
 def _shells() -> Requirement:
     """Check whether the shells of this machine's bash can be forks of one that was loaded once."""
     remedy = "Install a C compiler (Debian, Ubuntu: apt install gcc libc6-dev), then install Forkpoint again."
-    with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
             copies.make(Path(folder) / "shell")
-        except copies.NoShellFilesError as error:
-            detail = f"each call executes bash, which takes 1.4 ms of CPU more than a fork: {error}"
-            return _extra("shells", False, detail, remedy)
+    # The directory may be on a disk that is full, which the data directory need not be on.
+    except (copies.NoShellFilesError, OSError) as error:
+        detail = f"each call executes bash, which takes 1.4 ms of CPU more than a fork: {error}"
+        return _extra("shells", False, detail, remedy)
     return _extra("shells", True, "each call has a fork of a bash that was loaded once")
 
 
 def _criu() -> Requirement:
     remedy = f"{WITHOUT_CHECKPOINTS} See 'Checkpoints of live processes' in docs/states-and-memory.md."
-    with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
-        try:
+    try:
+        with tempfile.TemporaryDirectory(prefix="forkpoint-check-") as folder:
             CriuBinary.prepare(Path(folder))
-        except CriuMissingError as error:
-            return _extra("checkpoints", False, str(error), remedy)
+    except (CriuMissingError, OSError) as error:
+        return _extra("checkpoints", False, str(error), remedy)
     return _extra("checkpoints", True, "CRIU works: live processes can be checkpointed and restored")
 
 

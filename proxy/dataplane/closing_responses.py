@@ -1,14 +1,29 @@
 """The responses of a connection that is closed: no application has seen its request."""
 
+from http import HTTPStatus
 
-def _closing(status: bytes, text: bytes) -> bytes:
-    head = b"HTTP/1.1 %b\r\ncontent-type: text/plain; charset=utf-8\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-    return head % (status, len(text)) + text
+from proxy.refusals import Problem
 
 
-INVALID = _closing(b"400 Bad Request", b"Invalid HTTP request received.")
+def _closing(status: HTTPStatus, slug: str, detail: str) -> bytes:
+    problem = Problem(status, slug, status.phrase, detail)
+    body = problem.body()
+    headers = [*problem.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
+    lines = [b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), *map(b": ".join, headers)]
+    return b"\r\n".join([*lines, b"", body])
+
+
+INVALID = _closing(HTTPStatus.BAD_REQUEST, "not-http", "Invalid HTTP request received.")
 TOO_LARGE = _closing(
-    b"431 Request Header Fields Too Large", b"A request's head may have 64 KiB and 256 headers. Send less."
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    "head-too-large",
+    "A request's head may have 64 KiB and 256 headers. Send less.",
 )
-TOO_SLOW = _closing(b"408 Request Timeout", b"The request took too long to arrive. Send it again, in one go.")
-CROWDED = _closing(b"503 Service Unavailable", b"All connections of this proxy are in use (max_connections).")
+TOO_SLOW = _closing(
+    HTTPStatus.REQUEST_TIMEOUT, "too-slow", "The request took too long to arrive. Send it again, in one go."
+)
+CROWDED = _closing(
+    HTTPStatus.SERVICE_UNAVAILABLE,
+    "too-many-connections",
+    "All connections of this proxy are in use (max_connections).",
+)

@@ -7,6 +7,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from proxy.dataplane import closing_responses
 from proxy.dataplane.response_reports import CONNECTION
 
 
@@ -103,6 +104,11 @@ class HeadersOnly(HttpToolsProtocol):
         """Begin to handle the request."""
         self._has_head = True
         super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
+        """Answer what is no request as `HitFirst` does."""
+        self.transport.write(closing_responses.INVALID)
+        self.transport.close()
 
 
 class UvicornEnd:

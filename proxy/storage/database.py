@@ -78,7 +78,10 @@ class StoreDatabase:
         path.touch(mode=0o600)
         self._path = path
         self._sync, self._block = sync, block
-        self._connection = sqlite3.connect(path, isolation_level=None)
+        try:
+            self._connection = sqlite3.connect(path, isolation_level=None)
+        except sqlite3.Error as error:
+            raise _unusable(path, error) from error
         self._connection.create_function(CHECKSUM_FUNCTION, -1, row_checksum, deterministic=True)
         self.tables = sqlite_utils.Database(self._connection)  # The file through sqlite-utils.
         try:
@@ -105,7 +108,7 @@ class StoreDatabase:
         # SQLite's messages about a damaged schema may be no UTF-8: a ValueError, as a foreign database is.
         except (ValueError, TypeError, OSError, sqlite3.Error) as error:
             self._connection.close()
-            raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
+            raise _unusable(path, error) from error
 
     def close(self) -> None:
         """Close the writing connection."""
@@ -270,7 +273,7 @@ def schema_of(path: Path) -> int | None:
         with closing(sqlite3.connect(read_only(path), uri=True)) as connection:
             return version_of(sqlite_utils.Database(connection))
     except (ValueError, sqlite3.Error) as error:
-        raise StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.") from error
+        raise _unusable(path, error) from error
 
 
 def read_only(path: Path) -> str:
@@ -278,6 +281,10 @@ def read_only(path: Path) -> str:
     # Without a write-ahead log the file may lie on a disk that is read-only, where SQLite could not lock it.
     alone = not path.with_name(f"{path.name}-wal").exists()
     return f"file:{quote(str(path.absolute()))}?mode=ro{'&immutable=1' if alone else ''}"
+
+
+def _unusable(path: Path, error: Exception) -> StoreError:
+    return StoreError(f"{path} cannot be used as Forkpoint's store: {error}. Move it away or fix it.")
 
 
 def _unreadable(error: sqlite3.Error) -> StoreError:

@@ -55,6 +55,8 @@ def copy_entry(name: str, status: os.stat_result, source: int, target: int) -> N
         # Only whiteouts, FIFOs and sockets come here: sandboxes lack the capability MKNOD.
         os.mknod(name, status.st_mode, status.st_rdev, dir_fd=target)
         if is_whiteout(status):
+            # Its time alone: a layer's manifest has it.
+            os.utime(name, ns=(status.st_atime_ns, status.st_mtime_ns), dir_fd=target, follow_symlinks=False)
             return
     copy_facts(name, status, source, target)
 

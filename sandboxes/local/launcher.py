@@ -150,7 +150,7 @@ class Launcher:
                 self._become_init(groups, request, channel, switches)
         finally:
             # In the parent only: the child never returns from `_become_init`.
-            kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+            _come_back(self.own_pids, kernel.CLONE_NEWPID)
         if self.grounds is not None:
             self.grounds.add(pid)
         # The kernel reaps children here (SIGCHLD is ignored), so the pid may be free already; then this raises and the
@@ -226,7 +226,7 @@ class Launcher:
                 rootfs.switch(overlay, request.binds)
                 rootfs.mount_for_services(request.services.roots, request.services.shared)
             finally:
-                kernel.setns(self.own_mounts, kernel.CLONE_NEWNS)
+                _come_back(self.own_mounts, kernel.CLONE_NEWNS)
                 # setns has moved the working directory to the root of the namespace that was entered. It must not hold
                 # a file of the sandbox.
                 os.chdir("/")
@@ -254,7 +254,7 @@ class Launcher:
                         set_last_pid(self._last_pid, number)
                     os._exit(0)
             finally:
-                kernel.setns(self.own_pids, kernel.CLONE_NEWPID)
+                _come_back(self.own_pids, kernel.CLONE_NEWPID)
                 kernel.prctl(kernel.PR_SET_DUMPABLE, 1)
             return [os.pidfd_open(pid)]
         return []
@@ -264,10 +264,15 @@ class Launcher:
         if self.grounds is not None:
             # Whoever drives CRIU, or makes its images, makes processes with any right.
             raise OSError(errno.EPERM, "the launcher runs no CRIU for a proxy that is not root")
-        pid = os.fork()
+        sandbox, *files = fds
+        try:
+            pid = os.fork()
+        except OSError as error:
+            # As a child reports it: a freeze fails then, and the sandbox goes on.
+            init.report_failure(files[0], error)
+            return
         if pid:
             return
-        sandbox, *files = fds
         try:
             self.driver.close()
             # All namespaces by one descriptor of the process (setns(2), since Linux 5.8). Only a child of this fork,
@@ -283,6 +288,15 @@ class Launcher:
             init.report_failure(files[0], error)
         finally:
             os._exit(1)
+
+
+def _come_back(namespace: int, kind: int) -> None:
+    """Return to a namespace of this process's own. It ends if it cannot: it would act on a sandbox's paths or pids."""
+    try:
+        kernel.setns(namespace, kind)
+    except OSError:
+        # The driver starts another launcher for the next sandbox.
+        os._exit(1)
 
 
 def _report(pid_1: int, report: IpcMessage, fds: list[int]) -> None:

@@ -45,7 +45,7 @@ from sandboxes.linux.files import remove_tree
 from sandboxes.linux.processes import LAST_PID
 from snapshots.criu import image_digest, page_sharing
 from snapshots.criu.binary import ARGUMENTS, CriuBinary, CriuMissingError, CriuUntriedError
-from snapshots.criu.rpc import CriuConversation, CriuError, CriuGoneError
+from snapshots.criu.rpc import CriuConversation, CriuError, CriuGoneError, CriuUnstartedError
 
 START_S = 10.0
 """Longest wait for CRIU to start, and for it to exit at the end. It takes some ten milliseconds on an idle machine. The
@@ -60,13 +60,15 @@ def _refusal(error: BaseException) -> SandboxError | NotFreezableError | None:
     match error:
         case CriuGoneError():
             return SandboxError(f"its processes may be damaged: {error}")
+        case CriuUnstartedError():
+            return NotFreezableNowError(str(error))
         case CriuError():
             # This process tree cannot be dumped; the sandbox is unharmed.
             is_full = os.strerror(errno.ENOSPC) in str(error)
             return (NotFreezableNowError if is_full else NotFreezableError)(f"CRIU: {error}{_hint(error)}")
         case ChannelClosedError() | PeerFailedError() | TimeoutError():
-            # CRIU never ran: the fault is the sandbox's or the machine's.
-            return SandboxError(f"CRIU could not be started: {error}")
+            # The operator ended amid the dump.
+            return SandboxError(f"its processes may stand still: {error}")
         case OSError():
             return NotFreezableNowError(f"a checkpoint of its processes could not be written: {error}")
     return None
@@ -243,12 +245,13 @@ class CriuCheckpointer:
             # Close our copy of the far end: only CRIU's parent holds one now, so its exit closes the socket.
             fds.remove(reply)
             os.close(reply)
-            async with asyncio.timeout(START_S):
-                try:
+            try:
+                async with asyncio.timeout(START_S):
                     # 2. The fork replies once, with the descriptor of CRIU's RPC socket.
                     started = await operator.next(CriuStarted)
-                except PeerFailedError as error:
-                    raise CriuError(str(error)) from error
+            # A CRIU that starts later finds its socket closed, and exits.
+            except (ChannelClosedError, PeerFailedError, TimeoutError) as error:
+                raise CriuUnstartedError(f"CRIU could not be started: {error}") from error
             criu = CriuConversation(socket.socket(fileno=started.fds[0]), log)
             try:
                 yield criu, operator

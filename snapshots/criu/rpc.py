@@ -41,6 +41,10 @@ class CriuError(RuntimeError):
     """CRIU could not dump or restore these processes; the text is its own reason."""
 
 
+class CriuUnstartedError(CriuError):
+    """CRIU could not be started: the machine failed, and nothing has touched the processes."""
+
+
 class CriuGoneError(CriuError):
     """CRIU ended amid its work, killed or crashed: its code may be left in the processes of a dump."""
 

@@ -1,14 +1,17 @@
 """What `doctor` says about a data directory and the settings."""
 
+import errno
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from typer.testing import CliRunner
 
-from proxy.cli.doctor import _host_changes, _namespaces, _other_users, _shells, check
+from proxy.cli.doctor import Requirement, _criu, _host_changes, _namespaces, _other_users, _shells, check
 from proxy.cli.main import app
 from proxy.cli.namespaces import closed_to_users, shared_interpreter
 from sandboxes.linux import syscalls as kernel
@@ -53,6 +56,18 @@ def test_why_shells_are_executed_is_reported(monkeypatch: pytest.MonkeyPatch) ->
     assert (shown.ok, shown.required) == (False, False)
     assert "executes bash" in shown.detail
     assert shown.detail.endswith("bash names no loader")
+
+
+@pytest.mark.parametrize("look", [_shells, _criu])
+def test_a_full_disk_of_temporary_files_is_reported(
+    look: Callable[[], Requirement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proxy starts all the same: its own directory may be on another disk."""
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr("tempfile.TemporaryDirectory", Mock(side_effect=full))
+    shown = look()
+    assert (shown.ok, shown.required) == (False, False)
+    assert "No space left" in shown.detail
 
 
 def test_modules_of_the_current_directory_are_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

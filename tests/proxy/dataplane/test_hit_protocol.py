@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
+from proxy.dataplane import closing_responses
 from proxy.dataplane.hit_protocol import MAX_HELD_BYTES, HitFirst, protocol_for
 from proxy.dataplane.response_reports import report_responses
 from proxy.http.asgi import Receive, Scope, Send
@@ -279,7 +280,7 @@ def test_bad_request_line_is_refused_and_closes(line: bytes, before: list[bytes]
         server = Server()
         received = await server.send(*before, line + b"\r\nhost: x\r\n\r\n")
         assert received.count(b"HTTP/1.1 400 Bad Request") == 1
-        assert received.endswith(b"Invalid HTTP request received.")
+        assert received.endswith(closing_responses.INVALID)
         assert server.client.closed
         assert len(server.app_paths) == before.count(request("/miss"))
 
@@ -368,7 +369,7 @@ def test_a_request_that_uvicorn_refuses_is_released(monkeypatch: pytest.MonkeyPa
             raise httptools.HttpParserInvalidURLError
 
         monkeypatch.setattr(httptools, "parse_url", refuse)
-        assert (await server.send(request("/miss", b"2"))).endswith(b"Invalid HTTP request received.")
+        assert (await server.send(request("/miss", b"2"))).endswith(closing_responses.INVALID)
         assert (noted, server.app_paths) == (0, ["/miss"])
 
     asyncio.run(go())

@@ -25,6 +25,13 @@ def test_a_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
     assert path.read_bytes() == content
 
 
+def test_a_store_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    """SQLite fails before it has read anything, as on a disk that fails; here it is a directory."""
+    (tmp_path / "forkpoint.sqlite").mkdir()
+    with pytest.raises(StoreError, match="unable to open"):
+        Store(tmp_path / "forkpoint.sqlite")
+
+
 def test_another_schema_version_is_refused(tmp_path: Path) -> None:
     """The error names both versions, and the file is unchanged."""
     with opened(tmp_path) as store:

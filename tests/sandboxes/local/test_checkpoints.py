@@ -485,11 +485,13 @@ def test_an_agent_s_files_never_reach_criu(data_dir: Path) -> None:
 
 
 def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
+    """The next driver checks the layers. That of the live state hides a file of the one below."""
     kept: list[FrozenState] = []
 
     async def begin(driver: LocalDriver) -> None:
         sandbox = await driver.start(SPEC)
-        await run(sandbox, "x=1; sleep 1000 &")
+        await run(sandbox, "echo f > f")
+        await run(sandbox, "x=1; rm f; sleep 1000 &")
         kept.append(await sandbox.freeze())
 
     async def go_on(driver: LocalDriver) -> None:
@@ -497,7 +499,7 @@ def test_kept_state_survives_a_killed_driver(data_dir: Path) -> None:
         await driver.collect(kept[0].parts)
         assert driver.machine.checkpointer.names() == {kept[0].payload["images"]}
         back: Sandbox = await driver.restore(SPEC, kept[0])
-        assert (await run(back, "echo $x; pgrep -c sleep")).out == "1\n1\n"
+        assert (await run(back, "echo $x; pgrep -c sleep; ls")).out == "1\n1\n"
 
     driven(data_dir, begin)
     driven(data_dir, go_on)
@@ -597,6 +599,24 @@ def test_a_checkpoint_without_room_harms_nothing(data_dir: Path, monkeypatch: py
         answer = await run(sandbox, COUNT)
         assert answer.out == "[7, 1]\n"
         assert (await run(await driver.restore(SPEC, frozen), COUNT)).out == answer.out
+
+    driven(data_dir, test)
+
+
+def test_a_checkpoint_that_cannot_begin_harms_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CRIU ends while it starts, as it does on a machine without memory. The sandbox goes on, and is frozen later."""
+
+    async def test(driver: LocalDriver) -> None:
+        assert await driver.machine.checkpointer.is_available()
+        sandbox = await driver.start(SPEC)
+        tag = (await run(sandbox, "sleep 1000 & head -c 9 /dev/urandom | base64 > tag; cat tag")).out
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoints, "ARGUMENTS", ("criu", "--no-such-option"))
+            with pytest.raises(NotFreezableNowError, match="could not be started"):
+                await sandbox.freeze()
+        frozen = await sandbox.freeze()
+        assert (await run(sandbox, "cat tag")).out == tag
+        assert (await run(await driver.restore(SPEC, frozen), "cat tag")).out == tag
 
     driven(data_dir, test)
 
