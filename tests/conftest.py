@@ -112,8 +112,6 @@ LONGEST = (
     "tests/proxy/dataplane/test_large_bodies.py", "tests/proxy/transfer/", "tests/ui/",
 )  # fmt: skip
 """Tests that begin first, in this order, so that no worker process works alone at the end."""
-ALONE = ("tests/sandboxes/test_attacks_on_limits.py", "tests/sandboxes/local/test_shortage.py")
-"""Files with tests that run alone. They come last: all other processes wait for them, and they for the longest test."""
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +140,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = range(len(LONGEST))
     items.sort(
         key=lambda item: (
-            item.nodeid.startswith(ALONE),
+            # Last: all other processes wait for a test that runs alone, and it for the longest of theirs.
+            item.get_closest_marker("alone") is not None,
             next((at for at in places if item.nodeid.startswith(LONGEST[at])), len(LONGEST)),
         )
     )
