@@ -7,14 +7,12 @@ The nodes and records of a draft carry the number of a tree that is not in `tree
 import time
 from dataclasses import dataclass
 
-from proxy.storage.blobs import delete_unused_blobs
+from proxy.storage.blobs import DRAFT, note_unused_blobs
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TreeStore
 from sandboxes.calls import ResourceUse
 from sandboxes.spec import EnvironmentSpec
-
-_MARK = "draft "
 
 
 @dataclass(slots=True)
@@ -34,15 +32,15 @@ class DraftStore:
         self._database, self._trees = database, trees
         # A damaged row could name a tree that is none of a draft.
         sql = f"SELECT name FROM meta WHERE name GLOB ? AND {is_whole('meta')}"
-        for (name,) in database.rows(sql, (f"{_MARK}*",)):
-            self.drop(int(name.removeprefix(_MARK)))
+        for (name,) in database.rows(sql, (f"{DRAFT}*",)):
+            self.drop(int(name.removeprefix(DRAFT)))
 
     def begin(self, nodes: int, records: int) -> Draft:
         """Reserve the numbers of a tree with so many nodes and records."""
         take = self._database.take_number
         draft = Draft(take("trees"), take("nodes", nodes), take("records", records))
         with self._database.transaction() as execute:
-            execute("INSERT INTO meta VALUES (?, '')", (f"{_MARK}{draft.tree}",))
+            execute("INSERT INTO meta VALUES (?, '')", (f"{DRAFT}{draft.tree}",))
         return draft
 
     def add_node(
@@ -93,12 +91,12 @@ class DraftStore:
                 )
             values = (draft.tree, owner, root_key, spec.model_dump_json(), draft.first_node, time.time())
             execute("INSERT INTO trees VALUES (?, ?, ?, ?, ?, ?)", values)
-            execute("DELETE FROM meta WHERE name = ?", (f"{_MARK}{draft.tree}",))
+            execute("DELETE FROM meta WHERE name = ?", (f"{DRAFT}{draft.tree}",))
 
     def drop(self, tree: int) -> None:
         """Delete what was written of a draft."""
         with self._database.transaction() as execute:
             for table in ("records", "nodes"):
                 execute(f"DELETE FROM {table} WHERE tree = ?", (tree,))
-            delete_unused_blobs(execute)
-            execute("DELETE FROM meta WHERE name = ?", (f"{_MARK}{tree}",))
+            note_unused_blobs(execute)
+            execute("DELETE FROM meta WHERE name = ?", (f"{DRAFT}{tree}",))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from proxy.storage.blobs import BlobStore, PackedBlob, delete_unused_blobs, pack
+from proxy.storage.blobs import BlobStore, PackedBlob, note_unused_blobs, pack
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.schema import is_whole
 from proxy.tree.keys import CallKey, canonical_json
@@ -169,14 +169,14 @@ class RecordStore:
             update_diverged(execute, nodes)
 
     def forget(self, nodes: Iterable[Node], records: Iterable[Record]) -> None:
-        """Delete nodes and records, and the blobs that nothing else needs."""
+        """Delete nodes and records. The blobs that nothing else needs go with the next sweep."""
         with self._database.transaction() as execute:
             for node in nodes:
                 execute("DELETE FROM nodes WHERE id = ?", (node.id,))
             for record in records:
                 execute("DELETE FROM records WHERE id = ?", (record.id,))
                 execute("DELETE FROM findings WHERE record = ?", (record.id,))
-            delete_unused_blobs(execute)
+            note_unused_blobs(execute)
             self._database.keep_numbers(execute)
 
     def call(self, record: Record) -> ToolCall:

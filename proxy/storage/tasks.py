@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from proxy.storage.blobs import delete_unused_blobs
+from proxy.storage.blobs import note_unused_blobs
 from proxy.storage.database import StoreDatabase
 from proxy.storage.errors import DamagedError
 from proxy.storage.schema import is_whole
@@ -55,7 +55,7 @@ class TaskStore:
         ]
 
     def delete(self, name: str) -> None:
-        """Delete a task with its rollouts, and with the trees and blobs that nothing else uses."""
+        """Delete a task with its rollouts and the trees that nothing else uses. Blobs go with the next sweep."""
         trees = ",".join(map(str, self._trees.sole_ids(name)))
         with self._database.transaction() as execute:
             execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
@@ -67,5 +67,5 @@ class TaskStore:
             for table in ("rollouts", "masks", "shares"):
                 execute(f"DELETE FROM {table} WHERE task = ?", (name,))
             execute("DELETE FROM tasks WHERE name = ?", (name,))
-            delete_unused_blobs(execute)
+            note_unused_blobs(execute)
             self._database.keep_numbers(execute)

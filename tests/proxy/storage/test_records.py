@@ -4,6 +4,7 @@ import asyncio
 from base64 import b64encode
 from hashlib import shake_128
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,5 +70,51 @@ def test_forgetting_keeps_blobs_in_use(tmp_path: Path) -> None:
         tree = tree_of(store)
         kept, gone = save(store, tree, "a", b"shared"), save(store, tree, "b", b"shared")
         store.records.forget([], [gone])
+        asyncio.run(store.blobs.sweep())
         assert store.records.result(kept).body == b"shared"
         assert rows(store, "blobs") == 2
+
+
+def test_a_sweep_spares_what_is_needed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call with the answer of a deleted record is recorded while a thread looks for what nobody needs."""
+    with opened(tmp_path) as store:
+        tree = tree_of(store)
+        gone = save(store, tree, "a", b"shared")
+        store.records.forget([], [gone])
+        look = store.database.read_apart
+
+        async def go() -> Record:
+            looked = asyncio.Event()
+
+            async def to_thread(read: Any, *arguments: Any) -> Any:
+                assert read == look
+                found = read(*arguments)
+                looked.set()
+                await asyncio.sleep(0.05)
+                return found
+
+            monkeypatch.setattr(asyncio, "to_thread", to_thread)
+            sweep = asyncio.ensure_future(store.blobs.sweep())
+            await looked.wait()
+            again = save(store, tree, "b", b"shared")
+            await sweep
+            return again
+
+        again = asyncio.run(go())
+        assert (again.answer, store.records.result(again).body) == (gone.answer, b"shared")
+        assert rows(store, "blobs") == 2
+
+
+def test_a_sweep_leaves_an_import_alone(tmp_path: Path) -> None:
+    """The calls and answers of a tree are written before its records. A later sweep looks again."""
+    with opened(tmp_path) as store:
+        store.records.forget([], [save(store, tree_of(store), "a", b"x")])
+        draft = store.drafts.begin(1, 1)
+        asyncio.run(store.blobs.delete_unused())
+        assert rows(store, "blobs") == 2
+        store.drafts.drop(draft.tree)
+    with opened(tmp_path) as store:
+        asyncio.run(store.blobs.sweep())
+        assert rows(store, "blobs") == 0
+        before = store.database.rows("SELECT name FROM meta", ())
+        assert ("unswept",) not in before

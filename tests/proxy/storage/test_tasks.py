@@ -1,5 +1,6 @@
 """Deleting a task deletes what only it used."""
 
+import asyncio
 from pathlib import Path
 
 from proxy.storage.journal_segments import JournalEntry
@@ -17,8 +18,10 @@ def test_deleting_a_task_deletes_all_its_rows(tmp_path: Path) -> None:
         store.tasks.delete("gone")
         counts = {table: rows(store, table) for table in ("tasks", "trees", "nodes", "records", "rollouts", "steps")}
         assert set(counts.values()) == {1}, counts
+        asyncio.run(store.blobs.delete_unused())
         assert rows(store, "blobs") == 2
         assert store.rollouts.by_token("token-gone") is None
         store.tasks.delete("kept")
+        asyncio.run(store.blobs.delete_unused())
         for table in (*counts, "blobs"):
             assert rows(store, table) == 0, table

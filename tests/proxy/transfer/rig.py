@@ -83,6 +83,7 @@ def verdict(data: bytes, folder: Path, task: str = "task") -> str:
                 await there.transfer.take(task, chunks(data))
             except Exception as error:  # noqa: BLE001 - what it is, is the test's to say
                 assert there.store.tasks.get(task) is None
+                await there.store.blobs.delete_unused()
                 counts = [
                     there.store.database.tables.table(name).count for name in ("nodes", "records", "blobs", "trees")
                 ]
