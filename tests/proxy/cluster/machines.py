@@ -107,6 +107,8 @@ def machines(
         options: Environment variables of the members.
     """
     with ExitStack() as stack:
+        if clocks:
+            stack.callback(_remove_clocks)
         net, all_machines = stack.enter_context(network("database", *spare, *names))
         database = all_machines["database"]
         database.add(DATABASE)
@@ -127,6 +129,13 @@ def machines(
         for node in members.values():
             node.await_ready()
         yield Machines(net, server, database, members), {name: all_machines[name] for name in spare}
+
+
+def _remove_clocks() -> None:
+    """Remove the shared memory and semaphores that `libfaketime` leaves of processes that were killed."""
+    for left in Path("/dev/shm").glob("*faketime_s*_*"):
+        if not Path("/proc", left.name.rpartition("_")[2]).exists():
+            left.unlink(missing_ok=True)
 
 
 def _end(node: MachineNode) -> None:
