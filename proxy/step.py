@@ -89,10 +89,10 @@ class Stepper:
             await self._executor.whole(rollout.tree)
             node = rollout.node
             bind_contextvars(task=rollout.task, rollout=rollout.name, node=f"n{node.id}")
-            if rollout.finished or node.detached:
-                raise RolloutGoneError(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
             if self._gate is not None and (record := await self._gate.admit(rollout)) is not None:
                 return Answer(record, Outcome.HIT, timing)  # The call is made again, and has taken its step.
+            if rollout.finished or node.detached:
+                raise RolloutGoneError(f"rollout {rollout.name!r} ended while this call waited. Start another rollout.")
             while record is None:
                 now = time.monotonic()
                 own = key_for(rollout, key, now)

@@ -61,6 +61,23 @@ def test_a_hit_is_in_the_log(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+def test_a_rollout_of_an_earlier_ownership_has_not_ended(tmp_path: Path) -> None:
+    """A call waited while its task was dropped and owned again: it is made again, and its rollout goes on."""
+
+    async def go() -> None:
+        log = Log()
+        async with owner(tmp_path, 1, log, BreakableStore()) as one:
+            await call(one, "a", "echo 1 >> f", 1)
+            walker = (await one.engine.tasks.open(TASK)).rollouts["a"]
+            # As `Member._drop` leaves it.
+            walker.finished = True
+            with pytest.raises(DroppedError):
+                await call(one, "a", "echo 2 >> f", 2)
+        assert turns(log) == [1]
+
+    asyncio.run(go())
+
+
 def test_a_call_that_is_made_again_takes_no_step(tmp_path: Path) -> None:
     """The owner died when the step was in the log and before the answer arrived."""
 
