@@ -272,10 +272,11 @@ class Engine:
         if self.settings.idle_finish_s is not None:
             await self.tasks.rollouts.finish_unused(self.settings.idle_finish_s)
         await self.forgetting.sweep()
-        await self.store.blobs.sweep()
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
+        # Last: it takes seconds in a large store.
+        await self.store.blobs.sweep()
 
     def _report_evictions(self) -> None:
         if evicted := self.pool.newly_evicted():
