@@ -275,7 +275,8 @@ class Engine:
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
-        # Last: it takes seconds in a large store.
+        # Last: they take seconds in a large store.
+        await self.store.drafts.sweep()
         await self.store.blobs.sweep()
 
     def _report_evictions(self) -> None:

@@ -13,6 +13,7 @@ async def collect_garbage(engine: Engine) -> Collected:
     await engine.close_unused()
     evicted = await engine.evict_snapshots()
     engine.journal.fold()
+    await engine.store.drafts.sweep()
     await engine.store.blobs.delete_unused()
     await asyncio.to_thread(engine.store.database.checkpoint)
     after = engine.cache.used_bytes + engine.store.database.size_bytes()
