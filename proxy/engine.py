@@ -184,6 +184,16 @@ class Engine:
             rollouts_lost=recovery.lost,
         )
 
+    async def collect_garbage(self) -> tuple[int, int]:
+        """Free at once what the sweeps would free later; return how many snapshots and how many nodes went."""
+        forgotten = await self.forgetting.sweep()
+        await self.close_unused()
+        evicted = await self.evict_snapshots()
+        await self.store.drafts.sweep()
+        await self.store.blobs.delete_unused()
+        await asyncio.to_thread(self.store.database.checkpoint)
+        return evicted, forgotten
+
     async def evict_snapshots(self) -> int:
         """Evict snapshots until their budgets hold, and return how many were evicted."""
         # For tasks that are not in memory, the store knows at which nodes running rollouts are.
@@ -275,7 +285,8 @@ class Engine:
         self.forgetting.close_cold(max_records=self.settings.tree_memory_records, idle_s=self.settings.sandbox_idle_s)
         if self.cache.over_budget:
             await self.evict_snapshots()
-        # Last: it takes seconds in a large store.
+        # Last: they take seconds in a large store.
+        await self.store.drafts.sweep()
         await self.store.blobs.sweep()
 
     def _report_evictions(self) -> None:

@@ -5,20 +5,17 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 from proxy.audit.auditor import Auditor
 from proxy.control.activity import Activity
 from proxy.control.browsing import Browser
-from proxy.control.garbage import collect_garbage
 from proxy.control.history import History
 from proxy.control.refreshed import Refreshed, SharedReads
 from proxy.control.scratch_forks import ScratchForks
 from proxy.control.subtree_totals import SubtreeTotals
 from proxy.control.task_totals import TaskTotals, task_totals
 from proxy.control.tree_reader import Reader
-from proxy.control.views.resources import Collected
 from proxy.engine import Engine
 from proxy.execution.executor import Executor
 from proxy.execution.forgetting import Forgetting
@@ -76,10 +73,10 @@ class ControlPlane:
     settings: Settings
     share: Share | None
     lifecycle: Lifecycle
-    has: Callable[[str], bool]  # See `Engine`, as for the next two.
+    has: Callable[[str], bool]  # See `Engine`, as for the next three.
     own_tasks: Callable[[], tuple[str, ...] | None]
     pin: Callable[..., None]
-    collect_garbage: Callable[[], Awaitable[Collected]]
+    collect_garbage: Callable[[], Awaitable[tuple[int, int]]]
     activity: Activity  # The last hour, second by second, and its event streams.
     history: History  # The last day, minute by minute.
     scratch_forks: ScratchForks  # The sandboxes that people open to inspect a state.
@@ -129,7 +126,7 @@ class ControlPlane:
             has=engine.has,
             own_tasks=engine.own_tasks,
             pin=engine.pin,
-            collect_garbage=partial(collect_garbage, engine),
+            collect_garbage=engine.collect_garbage,
             activity=activity,
             history=history,
             scratch_forks=ScratchForks(engine.restorer, max_open=max(2, engine.pool.bound.most // _SCRATCH_SHARE)),

@@ -113,7 +113,9 @@ class DataPlane:
         self.hit_path = partial(HitPath, context, self._addressing, engine.counts, endpoints)
         self._hit_path = self.hit_path()
         self._dispatch = Dispatch(engine, self._addressing, endpoints)
-        self._sockets = Sockets(engine, engine.answers)
+        self._sockets = Sockets(
+            engine.tasks, engine.step, engine.answers, engine.access, engine.counts, engine.settings.max_requests
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI connection."""

@@ -18,8 +18,8 @@ import structlog
 from proxy.dialects import dialect_of
 from proxy.dialects.base import Call, Close, Local, Open, Request, Response
 from proxy.dialects.rule_based import Declared
-from proxy.engine import Engine
-from proxy.http.access import ALL, GRANT, Grant
+from proxy.execution.tasks import Tasks
+from proxy.http.access import ALL, GRANT, Access, Grant
 from proxy.http.address import Address
 from proxy.http.answer_cache import Answers
 from proxy.http.asgi import AsgiMessage, Receive, Scope, Send
@@ -27,6 +27,8 @@ from proxy.http.lru_cache import LruCache
 from proxy.http.problems import count_problem, problem_of
 from proxy.http.sent_labels import labels_of
 from proxy.refusals import Problem, RefusalError
+from proxy.step import Stepper
+from proxy.telemetry.counters import Counters
 from proxy.tree.keys import CallKey, call_key
 from proxy.tree.labels import Labels
 from proxy.tree.rollout import Rollout
@@ -81,8 +83,11 @@ class _Connection:
 class Sockets:
     """The WebSocket connections of one data plane."""
 
-    def __init__(self, engine: Engine, answers: Answers) -> None:
-        self._engine, self._answers = engine, answers
+    def __init__(
+        self, tasks: Tasks, step: Stepper, answers: Answers, access: Access, counts: Counters, max_open: int
+    ) -> None:
+        self._tasks, self._step, self._answers = tasks, step, answers
+        self._access, self._counts, self._max_open = access, counts, max_open
         self._open = 0
         self._connections: LruCache[tuple[int, str], int] = LruCache(_MAX_REMEMBERED)
 
@@ -98,7 +103,7 @@ class Sockets:
             await refuse(problem_of(error), send)
             return
         # The handshake reaches a server inside the sandbox, so no token of the proxy may be in it.
-        holds_token = self._engine.access.holds_token
+        holds_token = self._access.holds_token
         headers = tuple(
             (name, value)
             for name, value in request.headers
@@ -116,15 +121,15 @@ class Sockets:
         finally:
             self._open -= 1
             if not address.rollout:
-                await self._finish(self._engine.tasks.rollouts.running.get((address.task, name)))
+                await self._finish(self._tasks.rollouts.running.get((address.task, name)))
 
     def _admit(self, address: Address, request: Request) -> None:
         """Raise RefusalError if no connection may be made: 429 for too many; 400 or 404 for the endpoint or target."""
-        self._engine.access.refuse_token(request.target)
-        if self._open >= self._engine.settings.max_requests:
+        self._access.refuse_token(request.target)
+        if self._open >= self._max_open:
             raise RefusalError(429, "too-many-requests", "more connections are open than max_requests allows.")
         # The task is not opened yet, so a refused handshake writes nothing to the store.
-        spec = self._engine.tasks.spec(address.task)
+        spec = self._tasks.spec(address.task)
         dialect_of(spec, address.endpoint)
         if address.endpoint not in spec.hosted:
             raise RefusalError(
@@ -185,7 +190,7 @@ class Sockets:
             raise
         except Exception as error:  # noqa: BLE001 - every error of a message becomes its reply
             problem = problem_of(error)
-            count_problem(self._engine.counts, problem)
+            count_problem(self._counts, problem)
             if problem.infrastructure:
                 log.warning("message failed", path=connection.request.target, problem=problem.slug, error=repr(error))
             await self._report(connection, problem)
@@ -203,12 +208,12 @@ class Sockets:
             meaning = self._dialect(connection).read(request)
             meaning = meaning.then if isinstance(meaning, Open) else meaning
         elif isinstance(meaning, Call):
-            rollout = await self._engine.tasks.rollout(task, name, connection.labels)
+            rollout = await self._tasks.rollout(task, name, connection.labels)
             # The tree may be another than the one that the first reading assumed.
             meaning = self._dialect(connection).read(request)
         if isinstance(meaning, Close):
             # In turn: a call of the same rollout on another connection may be in flight.
-            await self._finish(self._engine.tasks.rollouts.running.get((task, name)))
+            await self._finish(self._tasks.rollouts.running.get((task, name)))
             await self._send_local(connection, meaning.answer)
             raise _CloseConnectionError(1000, "")
         if isinstance(meaning, Local):
@@ -228,8 +233,8 @@ class Sockets:
         # Looked up for each message: while the connection is open, its rollout may begin, or begin again in another
         # tree.
         task = connection.address.task
-        rollout = self._engine.tasks.rollouts.running.get((task, connection.name))
-        spec = self._engine.tasks.spec(task) if rollout is None else rollout.tree.spec
+        rollout = self._tasks.rollouts.running.get((task, connection.name))
+        spec = self._tasks.spec(task) if rollout is None else rollout.tree.spec
         dialect = dialect_of(spec, connection.address.endpoint)
         assert isinstance(dialect, Declared)
         return dialect
@@ -237,7 +242,7 @@ class Sockets:
     async def _begin(self, connection: _Connection, meaning: Open) -> Rollout:
         """Begin the rollout that a message opens; a rollout of the same name that has made calls ends before."""
         connection.grant.require_rollout(meaning.parent)
-        tasks, task = self._engine.tasks, connection.address.task
+        tasks, task = self._tasks, connection.address.task
         before = tasks.rollouts.running.get((task, connection.name))
         # A rollout without calls is still at its start and need not end first.
         if before is not None and before.calls:
@@ -247,7 +252,7 @@ class Sockets:
 
     async def _finish(self, rollout: Rollout | None) -> None:
         if rollout is not None:
-            await self._engine.tasks.rollouts.finish_in_turn(rollout)
+            await self._tasks.rollouts.finish_in_turn(rollout)
 
     def _call(
         self, connection: _Connection, rollout: Rollout, meaning: Call, *, binary: bool
@@ -277,7 +282,7 @@ class Sockets:
         return call, call_key(ToolCall(call.endpoint, call.tool, identity))
 
     async def _result(self, rollout: Rollout, call: ToolCall, key: CallKey) -> bytes:
-        step = self._engine.step
+        step = self._step
         # A known message costs no await: the look-up takes the step.
         record = step.known(rollout, key)
         tries = 0

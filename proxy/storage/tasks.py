@@ -3,8 +3,8 @@
 import time
 from typing import Any
 
-from proxy.storage.blobs import note_unused_blobs
 from proxy.storage.database import StoreDatabase
+from proxy.storage.drafts import leave_remains
 from proxy.storage.errors import DamagedError
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TREES_OF, TreeStore
@@ -55,17 +55,19 @@ class TaskStore:
         ]
 
     def delete(self, name: str) -> None:
-        """Delete a task with its rollouts and the trees that nothing else uses. Blobs go with the next sweep."""
-        trees = ",".join(map(str, self._trees.sole_ids(name)))
+        """Delete a task with its rollouts and the trees that nothing else uses. Sweeps delete most rows."""
+        trees = self._trees.sole_ids(name)
+        rollouts = [row[0] for row in self._database.rows("SELECT id FROM rollouts WHERE task = ?", (name,))]
+        listed = ",".join(map(str, trees))
         with self._database.transaction() as execute:
-            execute("DELETE FROM steps WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
+            # The deleted rows do not show their numbers any more.
+            self._database.keep_numbers(execute)
             for table in ("notes", "overheads"):
                 execute(f"DELETE FROM {table} WHERE rollout IN (SELECT id FROM rollouts WHERE task = ?)", (name,))
-            for table in ("records", "nodes", "findings", "audits"):
-                execute(f"DELETE FROM {table} WHERE tree IN ({trees})")
-            execute(f"DELETE FROM trees WHERE id IN ({trees})")
+            for table in ("findings", "audits"):
+                execute(f"DELETE FROM {table} WHERE tree IN ({listed})")
+            execute(f"DELETE FROM trees WHERE id IN ({listed})")
             for table in ("rollouts", "masks", "shares"):
                 execute(f"DELETE FROM {table} WHERE task = ?", (name,))
             execute("DELETE FROM tasks WHERE name = ?", (name,))
-            note_unused_blobs(execute)
-            self._database.keep_numbers(execute)
+            leave_remains(execute, trees=trees, rollouts=rollouts)

@@ -72,7 +72,16 @@ async def list_sandboxes(
 @router.post("/gc", name="collect_garbage", dependencies=[WHOLE])
 async def collect(control: ControlDep) -> views.Collected:
     """Collect garbage: snapshots over budget, forgotten nodes, unused sandboxes, and blobs without a record."""
-    return await control.collect_garbage()
+
+    def used() -> int:
+        return control.cache.used_bytes + control.store.database.size_bytes()
+
+    before = used()
+    evicted, forgotten = await control.collect_garbage()
+    return views.Collected(
+        evicted=evicted, forgotten_nodes=forgotten, freed_bytes=max(0, before - used()),
+        snapshot_bytes=control.cache.used_bytes, store_bytes=control.store.database.size_bytes(),
+    )  # fmt: skip
 
 
 @router.get("/stats", name="get_stats", dependencies=[WHOLE])

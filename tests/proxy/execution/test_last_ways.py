@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from proxy import engine as engines
-from proxy.control.garbage import collect_garbage
 from proxy.engine import Engine
 from proxy.tree.rollout import Outcome
 from proxy.tree.tree import path
@@ -24,7 +23,7 @@ async def idle_close(running: Engine) -> None:
 
 
 async def on_request(running: Engine) -> None:
-    await collect_garbage(running)
+    await running.collect_garbage()
 
 
 @pytest.mark.parametrize("close", [idle_close, on_request])

@@ -114,6 +114,7 @@ def test_a_sweep_leaves_an_import_alone(tmp_path: Path) -> None:
         assert rows(store, "blobs") == 2
         store.drafts.drop(draft.tree)
     with opened(tmp_path) as store:
+        asyncio.run(store.drafts.sweep())
         asyncio.run(store.blobs.sweep())
         assert rows(store, "blobs") == 0
         before = store.database.rows("SELECT name FROM meta", ())

@@ -12,7 +12,6 @@ from typing import Any
 import orjson
 import pytest
 
-from proxy.control.garbage import collect_garbage
 from proxy.engine import Engine, build_engine
 from proxy.refusals import RefusalError
 from proxy.settings import Settings
@@ -105,7 +104,7 @@ def test_leaving_an_imported_tree_replays_nothing(tmp_path: Path, base: Path, bu
         # Nothing else holds what came.
         there.cache.drop_tree((await there.tasks.find("task")).tree.id)
         await there.pool.close_where(lambda _: True)
-        await collect_garbage(there)
+        await there.collect_garbage()
         remaining = {path.name for path in (tmp_path / "local" / "layers").iterdir()}
         assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
 
@@ -214,7 +213,7 @@ def refusal(data: bytes, folder: Path, base: Path) -> str:
         assert there.store.tasks.get("task") is None
         assert len(there.snapshots) == 0
         assert list((folder / "imports").iterdir()) == []
-        await collect_garbage(there)
+        await there.collect_garbage()
         remaining = {path.name for path in (folder / "local" / "layers").iterdir()}
         assert remaining <= {layer for root in _driver(there).roots.used() for layer in root.layers}
         assert not written_uppers(folder / "local")

@@ -61,6 +61,7 @@ def test_an_unpublished_draft_is_deleted_at_start(tmp_path: Path, bundle: bytes)
             draft = here.store.drafts.begin(10, 10)
             write_draft(here.store, draft, [part for part in read(io.BytesIO(bundle)) if "blob" in part.kind])
         async with engine(tmp_path) as again:
+            await again.store.drafts.sweep()
             await again.store.blobs.sweep()
             assert again.store.database.tables.table("blobs").count == 0
             assert await again.transfer.take("task", chunks(bundle))
