@@ -136,7 +136,7 @@ class Dispatch:
             meaning = self._addressing.meaning(scope, address, body, rollout)
         _require_own(scope.get(GRANT, ALL), meaning)
         # Before the client's rollout is begun: a list of tools is no step of it.
-        if isinstance(meaning, Call) and meaning.constant:
+        if isinstance(meaning, Call) and await self._is_constant(meaning, address, rollout):
             await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
             return
         if rollout is None and isinstance(meaning, Call):
@@ -173,8 +173,18 @@ class Dispatch:
             raise RefusalError(404, "session", "this session has ended or never existed. Begin another session.")
         return rollout
 
+    async def _is_constant(self, call: Call, address: Address, rollout: Rollout | None) -> bool:
+        """Return whether a call has one answer for all rollouts in the state of its rollout, which may be another's."""
+        if call.constant or not call.shared_at_root:
+            return call.constant
+        tasks, name = self._engine.tasks, call.rollout or address.rollout
+        if rollout is None and name:
+            rollout = await tasks.running(address.task, name)
+        # The task may have got another environment, and so another tree, since the rollout began.
+        return rollout is None or rollout.node is (await tasks.open(address.task)).tree.root
+
     async def _constant(self, task: str, call: Call, exchange: Exchange) -> None:
-        """Answer a call whose answer is the same in all states of a task, such as a list of tools.
+        """Answer a call whose answer is the same for all rollouts of a task, or for those at its root.
 
         The call runs once, in a rollout of its own, whose name no URL can have: calls do not wait for one another.
         """

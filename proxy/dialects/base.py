@@ -87,7 +87,8 @@ class Call:
         cancel: The name under which the client may cancel the call (`Cancel`); empty if it may not.
         hangup: Whether the client also cancels the call by disconnecting.
         existing: Whether the rollout must be running already, because only the proxy gives such names.
-        constant: Whether the answer is the same in all states of the task, such as a list of tools.
+        constant: Whether the answer is the same in all states of the task.
+        shared_at_root: Whether rollouts at the root share one answer, which is no step, such as a list of tools.
         aliases: Pairs of a name that the client chose and the name under which it is recorded.
         routed: Whether the request itself names its task.
     """
@@ -104,6 +105,7 @@ class Call:
     hangup: bool = False
     existing: bool = False
     constant: bool = False
+    shared_at_root: bool = False
     aliases: tuple[tuple[str, str], ...] = ()
     routed: bool = False
 

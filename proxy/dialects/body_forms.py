@@ -10,12 +10,14 @@ import io
 import json
 import lzma
 import os
+import posixpath
 import re
 import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from decimal import Decimal, InvalidOperation
 from hashlib import sha256
 from operator import itemgetter
 from typing import IO, Any, cast
@@ -28,8 +30,11 @@ from sandboxes.tool_clients.json_text import parse_json
 
 MAX_UNPACKED_BYTES = 256 << 20
 """Limits the unpacked size of an archive. A larger archive is identified by the digest of its own bytes."""
-_LONG_NUMBER = re.compile(rb"[0-9]{16}|-0(?![0-9.eE])")
-"""Matches numbers that a value may not hold: a double has 15 to 17 decimal digits, and an integer has no minus zero."""
+_LONG_NUMBER = re.compile(rb"[0-9](?:[0-9.]{15}|[eE]-?[0-9]{3})|-0(?![0-9.eE])")
+"""Matches numbers that a value may not hold: a double has 15 to 17 decimal digits and none below 1e-324, and an integer
+has no minus zero."""
+_EXACT_DIGITS = 18
+"""Longest text of an integer that surely has 64 bits."""
 _ESCAPE = re.compile(r"%([0-9A-Fa-f]{2})")
 _NAME = re.compile(rb'"[ \t\r\n]*:')
 """Matches the end of a member's name in a JSON text, and sometimes a part of a string."""
@@ -91,10 +96,24 @@ def json_value(body: bytes) -> tuple[Any] | None:
 
 
 def _with_digits(body: bytes) -> Any:
-    value = json.loads(body, parse_float=orjson.Fragment, parse_int=orjson.Fragment, parse_constant=_refused)
+    value = json.loads(body, parse_float=_exact_float, parse_int=_exact_int, parse_constant=_refused)
     # It reads half of a surrogate pair, too, and deeper than can be written.
     orjson.dumps(value)
     return value
+
+
+# Other numbers stay numbers: rules compare them, and rollouts are named by them.
+def _exact_int(text: str) -> int | orjson.Fragment:
+    return orjson.Fragment(text) if len(text) > _EXACT_DIGITS or text == "-0" else int(text)
+
+
+def _exact_float(text: str) -> float | orjson.Fragment:
+    value = float(text)
+    try:
+        # Of all numbers that become one float, only one is its shortest text; equal numbers differ in spelling alone.
+        return value if Decimal(text) == Decimal(repr(value)) else orjson.Fragment(text)
+    except InvalidOperation:
+        return orjson.Fragment(text)
 
 
 def _refused(constant: str) -> None:
@@ -155,11 +174,11 @@ def _zip_members(data: bytes) -> list[list[Any]]:
         members = archive.infolist()
         _require_small(member.file_size for member in members)
         rows = [[m.filename, m.external_attr >> 16, sha256(archive.read(m)).hexdigest()] for m in members]
-    return sorted(rows, key=itemgetter(0))
+    return in_any_order(rows, [(m.filename, m.is_dir()) for m in members])
 
 
 def _tar_members(data: bytes) -> list[list[Any]]:
-    rows: list[list[Any]] = []
+    rows, members = list[list[Any]](), list[tuple[str, bool]]()
     size = 0
     with open_tar(data) as archive:
         for member in archive:
@@ -169,7 +188,30 @@ def _tar_members(data: bytes) -> list[list[Any]]:
             digest = sha256(file.read()).hexdigest() if file is not None else ""
             kind = member.type.decode("latin-1")
             rows.append([member.name, member.mode, kind, member.linkname, member.uname, digest])
-    return sorted(rows, key=itemgetter(0))
+            members.append((UNORDERED if member.islnk() else member.name, member.isdir()))
+    return in_any_order(rows, members)
+
+
+UNORDERED = ".."
+"""Stands for the path of a member that needs those before it: a hard link."""
+
+
+def in_any_order(rows: list[list[Any]], members: list[tuple[str, bool]]) -> list[list[Any]]:
+    """Return the rows of an archive's members sorted by name, but as they are if their order decides what is unpacked.
+
+    `members` are the path of each member and whether it is a directory. The order decides if two members have one path,
+    or if a path leads through another member that is no directory.
+    """
+    kinds = {posixpath.normpath(f"/{path.lstrip('/')}"): is_directory for path, is_directory in members}
+    is_ordered = len(kinds) < len(members) or any(".." in path.split("/") for path, _ in members)
+    if is_ordered or not all(kinds.get(parent, True) for path in kinds for parent in _parents(path)):
+        return rows
+    return sorted(rows, key=lambda row: str(row[0]))
+
+
+def _parents(path: str) -> Iterator[str]:
+    while (path := posixpath.dirname(path)) != "/":
+        yield path
 
 
 @contextmanager

@@ -157,8 +157,8 @@ class Mcp(base.Eventful):
             items = self._listed() if message.method == "tools/list" else []
             return replace(_result(message, {_LISTS[message.method]: items}), within=_session_of(request))
         servers = ",".join([server] if server else self._names)
-        # Which resources a server has depends on what its tools did, mostly.
-        return self._forward(message, request, servers, {}, constant=message.method != "resources/list")
+        # What a server offers depends on what its tools did: some have tools that load further ones.
+        return self._forward(message, request, servers, {}, shared_at_root=True)
 
     def _listed(self) -> list[dict[str, Any]]:
         return [tool.listed() for tool in self._tools.values()]
@@ -201,17 +201,23 @@ class Mcp(base.Eventful):
         return replace(forwarded, streams=True, events=True, cancel=_cancel_name(message.id), hangup=message.modern)
 
     def _forward(
-        self, message: _Message, request: base.Request, server: str, params: dict[str, Any], *, constant: bool = False
+        self,
+        message: _Message,
+        request: base.Request,
+        server: str,
+        params: dict[str, Any],
+        *,
+        shared_at_root: bool = False,
     ) -> base.Call:
         identity = {member: value for member, value in params.items() if member != "_meta"}
         tool = str(params["name"]) if message.method == "tools/call" else message.method
         call = ToolCall("mcp", tool, {"server": server, "method": message.method, "params": identity})
-        return self._named(request, call, constant=constant)
+        return self._named(request, call, shared_at_root=shared_at_root)
 
-    def _named(self, request: base.Request, call: ToolCall, *, constant: bool = False) -> base.Call:
-        rollout = _session_of(request) if constant else self._rollout(request)
+    def _named(self, request: base.Request, call: ToolCall, *, shared_at_root: bool = False) -> base.Call:
+        rollout = _session_of(request) if shared_at_root else self._rollout(request)
         return base.Call(
-            call, call_key(call), rollout=rollout, bound=True, constant=constant,
+            call, call_key(call), rollout=rollout, bound=True, shared_at_root=shared_at_root,
             existing=bool(rollout) and not request.rollout,
         )  # fmt: skip
 

@@ -139,8 +139,10 @@ class Declared(Dialect):
         arguments |= {"cache": "never"} if rule.cache == "never" else {}
         arguments |= self._outsider(rule) if self._outside else {}
         arguments |= {"answers": rule.answers} if request.method == "WS" else {}
-        tool = _tool(rule, request, fields)
+        tool, values = _tool(rule, request, fields)
         identity = {"args": self._args(request, rule, body), "headers": self._in_key(headers)}
+        # Several values may make the same name in different ways: `a b` and `c` the one of `a` and `b c`.
+        identity |= {"fields": values} if len(values) > 1 else {}
         return Call(
             ToolCall(self._endpoint, tool, arguments, body),
             call_key(ToolCall(self._endpoint, tool, identity)),
@@ -202,15 +204,17 @@ class Declared(Dialect):
         return tuple(kept)
 
     def _args(self, request: Request, rule: Rule, body: bytes) -> dict[str, Any]:
-        # U+FFFD stands for many bytes, so the call's name alone would not tell such paths apart.
-        named = rule.tool and "\ufffd" not in unquote(request.path)
+        # U+FFFD stands for many bytes, and some servers tell an escaped slash from a slash, so the call's name alone
+        # would not tell such paths apart. The answer to HEAD has no body, and would leave a client of GET waiting.
+        is_plain = "\ufffd" not in unquote(request.path) and "%2f" not in request.path.lower()
+        named = rule.tool and is_plain and request.method != "HEAD"
         args: dict[str, Any] = {} if named else {"target": request.path}
         if "query" in rule.args:
             args["query"] = query_form(request.query)
         if "body" in rule.args:
             form = body_form(body, request.header("content-type"), archives=rule.archives)
             if form is not None and isinstance(form.get("json"), dict):
-                form |= {"json": _chosen(form["json"], rule)}
+                form |= _chosen(form["json"], rule)
             args["body"] = form
         return args
 
@@ -307,6 +311,9 @@ class _Fields:
             case "path":
                 return self.captures.get(name, "")
         value = member(self.json, name)
+        if isinstance(value, orjson.Fragment):
+            # A number with more digits than Python's has no `str`.
+            return orjson.dumps(value).decode()
         return value if isinstance(value, str) else "" if value is None else str(value)
 
 
@@ -359,11 +366,15 @@ def _is_ambiguous(path: str) -> bool:
     return any(len(segment) > 1 for segment in segments) or any("..." in wildcard for wildcard in wildcards[:-1])
 
 
-def _tool(rule: Rule, request: Request, fields: _Fields) -> str:
-    def filled(match: re.Match[str]) -> str:
-        return fields.captures.get(match[1]) or fields.value(f"body:{match[1]}")
-
-    return re.sub(r"\{([^{}]+)\}", filled, rule.tool) if rule.tool else f"{request.method} {unquote(request.path)}"
+def _tool(rule: Rule, request: Request, fields: _Fields) -> tuple[str, list[str]]:
+    """Return the name of a call, and the values in it."""
+    if not rule.tool:
+        return f"{request.method} {unquote(request.path)}", []
+    pieces = re.split(r"\{([^{}]+)\}", rule.tool)
+    # Every second piece is the name of a field.
+    values = [fields.captures.get(name) or fields.value(f"body:{name}") for name in pieces[1::2]]
+    pieces[1::2] = values
+    return "".join(pieces), values
 
 
 def _local(reply: RuleReply) -> Local:
@@ -398,7 +409,10 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
 def _chosen(value: dict[str, Any], rule: Rule) -> dict[str, Any]:
     """Return the fields of a body that are in the key."""
     if rule.pick:
-        return {path: member(value, path) for path in rule.pick}
+        chosen = {path: member(value, path) for path in rule.pick}
+        # A default stands for a field that is not there, and mostly not for null.
+        missing = [path for path in rule.pick if chosen[path] is None and without(value, path.split(".")) == value]
+        return {"json": chosen} | ({"missing": missing} if None in chosen.values() else {})
     for path in rule.drop:
         value = without(value, path.split("."))
-    return value
+    return {"json": value}

@@ -9,6 +9,7 @@ the gaps (whitespace and comments) between tokens, and leaves many alone:
 3. SQLite names a result column without an alias by its source text. `_Gaps` therefore follows the lists of result
    columns, by the depth of parentheses, and keeps the gaps inside an expression there.
 4. PostgreSQL joins two strings with a line break between them, so a gap there stays a line break or becomes a space.
+   It does not join them over a comment in `/* */`, so a gap with both stays as it is.
 
 sqlglot would merge more, but also statements with different results: `7%3` and `mod(7,3)` have different headings.
 """
@@ -116,8 +117,10 @@ class _Gaps:
 
     def _gap(self, text: str, following: _Token | None) -> str:
         if self._dialect == "postgres":
-            # Two strings with a line break between them are one string.
-            return "\n" if "\n" in text or "\r" in text else " "
+            # Two strings with a line break between them are one string, but not with a comment in /* */ there too.
+            if "\n" not in text and "\r" not in text:
+                return " "
+            return text if "/*" in text else "\n"
         if not self._lists or self._between_columns(text, following):
             return " "
         return text

@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import reduce
+from functools import cached_property, reduce
 from operator import or_
 from typing import Any
 
@@ -98,8 +98,8 @@ class McpCalls:
         server = self._spec.mcp_servers[name]
         if not server.trust_hints:
             return False
-        # By definition and not by name: the same server has the same tools in every sandbox of the driver.
-        definition = server.model_dump_json()
+        # By environment and not by command alone: another environment may have another program under the same path.
+        definition = f"{name} of {self._environment_text}"
         known = self._known_reads.get(definition)
         if known is None:
             # Two sandboxes may come here at the same time; both get the same list, and the later one stores it
@@ -107,6 +107,10 @@ class McpCalls:
             response, _ = await self._ask_pages(name, "tools/list", {}, read=True)
             known = self._known_reads[definition] = _read_only_tools(response.payload)
         return tool in known
+
+    @cached_property
+    def _environment_text(self) -> str:
+        return self._spec.model_dump_json()
 
     async def _ask_pages(
         self, name: str, method: str, params: dict[str, Any], listener: Listener | None = None, *, read: bool

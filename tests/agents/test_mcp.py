@@ -478,6 +478,8 @@ for line in sys.stdin:
     if asked["method"] == "tools/call":
         notes.append(asked["params"]["arguments"]["text"])
         result = {"content": []}
+    elif asked["method"] == "tools/list":
+        result = {"tools": [{"name": name, "inputSchema": {"type": "object"}} for name in ("keep", *notes)]}
     elif asked["method"] == "resources/list":
         result = {"resources": [{"uri": f"note://{text}", "name": text} for text in notes]}
     print(json.dumps({"jsonrpc": "2.0", "id": asked["id"], "result": result}), flush=True)
@@ -497,6 +499,43 @@ def test_resources_are_those_of_the_rollouts_state(proxy: Proxy) -> None:
         assert Agent(proxy, f"/t/notes/r/{rollout}/mcp/n").tool("keep", text="milk").is_success
         assert listed(rollout) == ["milk"]
     assert listed("c") == []
+
+
+def test_tools_are_those_of_the_rollouts_state(proxy: Proxy) -> None:
+    """A tool may load others: the agent that called it finds them in the list."""
+    proxy.put("loads", files={"/n.py": NOTES}, mcp_servers={"n": NOTES_SERVER})
+
+    def listed(agent: Agent) -> list[str]:
+        return [tool["name"] for tool in agent.send("tools/list").json()["result"]["tools"]]
+
+    begun = Agent(proxy, "/t/loads/mcp/n").send("initialize", {"protocolVersion": "2025-11-25"})
+    agents = [Agent(proxy, f"/t/loads/r/{rollout}/mcp/n") for rollout in ("a", "b")]
+    agents.append(Agent(proxy, "/t/loads/mcp/n", session=begun.headers["mcp-session-id"]))
+    for agent in agents:
+        assert listed(agent) == ["keep"]
+        assert agent.tool("keep", text="further").is_success
+        assert listed(agent) == ["keep", "further"]
+    assert listed(Agent(proxy, "/t/loads/r/c/mcp/n")) == ["keep"]
+    later = Agent(proxy, "/t/loads/r/d/mcp/n")
+    assert later.tool("keep", text="further").headers["cache-status"] == HIT
+    assert later.send("tools/list").headers["cache-status"] == HIT
+    # The rollouts go on in the tree of the environment that they began in.
+    proxy.put("loads", files={"/n.py": NOTES.replace("keep", "hold")}, mcp_servers={"n": NOTES_SERVER})
+    assert listed(Agent(proxy, "/t/loads/r/c/mcp/n")) == ["hold"]
+    assert listed(agents[0]) == ["keep", "further"]
+
+
+NOTES_SERVER = {"command": "python3", "args": ["/n.py"]}
+
+
+def test_trusted_hints_are_those_of_the_tasks_own_server(proxy: Proxy) -> None:
+    """Another task may have another server under the same path, whose tool of the same name changes its memory."""
+    reads = NOTES.replace('{"type": "object"}}', '{"type": "object"}, "annotations": {"readOnlyHint": True}}')
+    for task, program, changes in (("reads", reads, False), ("changes", NOTES, True)):
+        proxy.put(task, files={"/n.py": program}, mcp_servers={"n": {**NOTES_SERVER, "trust_hints": True}})
+        agent = Agent(proxy, f"/t/{task}/r/a/mcp/n")
+        nodes = [agent.tool("keep", text=text).headers["x-forkpoint-node"] for text in ("one", "two")]
+        assert (nodes[0] != nodes[1]) is changes
 
 
 def test_sql_tools_are_offered_for_databases(proxy: Proxy) -> None:

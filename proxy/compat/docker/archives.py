@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from proxy.dialects.body_forms import open_tar
+from proxy.dialects.body_forms import UNORDERED, in_any_order, open_tar
 from proxy.tree.keys import CallKey, call_key
 from sandboxes.calls import ToolCall
 from sandboxes.guest.files.docker_archive import require_whole
@@ -41,16 +41,16 @@ def _identity(body: bytes) -> Any:
 
 
 def _members(archive: tarfile.TarFile) -> list[list[Any]]:
-    members: list[list[Any]] = []
+    rows, members = list[list[Any]](), list[tuple[str, bool]]()
     # A truncated archive is refused when it is unpacked, so it must not share a key with a whole one.
     require_whole(archive)
     for member in archive:
         file = archive.extractfile(member) if member.isreg() else None
         content = sha256(file.read()).hexdigest() if file is not None else ""
         file_type, owners = member.type.decode("latin-1"), [member.uid, member.gid]
-        members.append([member.name, file_type, member.mode, owners, member.linkname, content])
-    # The sort is stable: of several members with one name the last one stays, so their order matters.
-    return sorted(members, key=lambda fields: str(fields[0]))
+        rows.append([member.name, file_type, member.mode, owners, member.linkname, content])
+        members.append((UNORDERED if member.islnk() else member.name, member.isdir()))
+    return in_any_order(rows, members)
 
 
 def path_stat(fields: Mapping[str, Any]) -> str:

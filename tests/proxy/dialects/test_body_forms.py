@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from proxy.dialects.body_forms import body_form, file_form, query_form
+from proxy.dialects.body_forms import body_form, file_form, json_value, query_form
 
 JSON = "application/json"
 values = st.recursive(
@@ -36,6 +36,9 @@ def test_equal_json_values_have_one_form(value: dict[str, object], random: objec
         (b'{"a": 1}', b'{"a": 1.0}'),
         (b'{"a": 123456789012345678901}', b'{"a": 123456789012345678902}'),
         (b'{"a": 0.12345678901234567890}', b'{"a": 0.12345678901234567891}'),
+        (b'{"a": 123456789012345.111}', b'{"a": 123456789012345.112}'),
+        (b'{"a": 1e-400}', b'{"a": 1E-401}'),
+        (b'{"a": 0e99999999999999999999}', b'{"a": 1e-99999999999999999999}'),
         (b"[1, 2]", b"[2, 1]"),
         (b'{"a": null}', b"{}"),
         (b'{"a": 1e400}', b'{"a": 1e401}'),
@@ -123,6 +126,22 @@ def test_archives_are_identified_by_their_contents() -> None:
     assert file_form(zipped(a)) != file_form(tarred(a))
 
 
+@pytest.mark.parametrize("before", [("./a", b"1"), ("a/../b", b"1"), ("b/c", b"1")])
+def test_order_of_members_counts_where_it_decides_what_is_unpacked(before: tuple[str, bytes]) -> None:
+    """Of two members with one path the last stays, and a file may become the directory of another, or not."""
+    after = ("b", b"2") if "b" in before[0] else ("a", b"2")
+    for packed in (zipped, tarred):
+        assert file_form(packed(before, after)) != file_form(packed(after, before))
+
+
+def test_order_of_hard_links_counts() -> None:
+    link = tarfile.TarInfo("a")
+    link.type, link.linkname = tarfile.LNKTYPE, "b"
+    linked, target = link.tobuf(), tarred(("b", b"1"))
+    end = bytes(1024)
+    assert file_form(linked + target) != file_form(target[:1024] + linked + end)
+
+
 def test_broken_archive_is_identified_by_its_bytes() -> None:
     for data in (b"PK\x03\x04 nothing", b"\x1f\x8b nothing", zipped(("a", b"1"))[:-10], b""):
         assert "sha256" in file_form(data)
@@ -174,3 +193,11 @@ def test_json_that_servers_read_differently_is_told_apart(one: bytes, other: byt
 
 def test_a_colon_in_a_string_is_no_member() -> None:
     assert body_form(rb'{"a":"say \": twice"}', JSON) == {"json": {"a": 'say ": twice'}}
+
+
+@pytest.mark.parametrize("number", ["1234567890123456", "-0", "1e-400", "123456789012345.5"])
+def test_numbers_beside_a_long_one_stay_numbers(number: str) -> None:
+    """Rules compare numbers, and a rollout may be named by one."""
+    value = json_value(f'{{"a":{number},"n":7,"x":1.50,"s":"1234567890123456"}}'.encode())
+    assert value is not None
+    assert (value[0]["n"], value[0]["x"]) == (7, 1.5)

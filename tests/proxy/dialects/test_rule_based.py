@@ -62,6 +62,36 @@ def test_boundary_is_in_the_key_of_an_unread_form() -> None:
     assert key("multipart/mixed; boundary=a", "--a--b--") != key("multipart/mixed; boundary=b", "--a--b--")
 
 
+@pytest.mark.parametrize(
+    ("rule", "one", "other"),
+    [
+        ({"on": "GET|HEAD /f/{p...}", "tool": "f {p}"}, ("GET", "/f/a"), ("HEAD", "/f/a")),
+        ({"on": "GET /f/{p...}", "tool": "f {p}"}, ("GET", "/f/a%2fb"), ("GET", "/f/a/b")),
+        ({"on": "GET /f/{p}/{q}", "tool": "{p} {q}"}, ("GET", "/f/a%20b/c"), ("GET", "/f/a/b%20c")),
+        ({"on": "POST /f", "tool": "f", "pick": ["n.m"]}, ("POST", "/f", '{"n":{"m":null}}'), ("POST", "/f", "{}")),
+        ({"on": "POST /f", "tool": "f", "pick": ["n"]}, ("POST", "/f", '{"n":null}'), ("POST", "/f", '{"m":1}')),
+    ],
+)
+def test_requests_that_a_server_tells_apart_have_two_keys(
+    rule: dict[str, Any], one: tuple[str, ...], other: tuple[str, ...]
+) -> None:
+    """A call's name, and the fields that are picked, hide nothing that a server answers differently."""
+    read = dialect("http", rule).read
+    assert call(read(request(*one))).key != call(read(request(*other))).key
+
+
+def test_numbers_beside_long_ones_count() -> None:
+    """A long number anywhere in a body changes neither its rule nor its rollout."""
+    long = '"s": "1234567890123456"'
+    assert (
+        call(dialect("tvcache").read(request("POST", "/execute", f'{{"sandbox_id": 7, {long}}}', rollout=""))).rollout
+        == "7"
+    )
+    read = dialect("http", {"on": "POST /run", "if": {"n": 1}, "tool": "one {m}"}).read
+    for number in ("5", "123456789012345678901"):
+        assert call(read(request("POST", "/run", f'{{"n": 1, "m": {number}, {long}}}'))).call.tool == f"one {number}"
+
+
 @pytest.mark.parametrize(("name", "counts"), [("x-request-id", False), ("idempotency-key", True)])
 def test_a_retry_is_not_a_new_request(name: str, *, counts: bool) -> None:
     """A server orders once for one idempotency key, so a request with another key has another answer."""

@@ -84,6 +84,9 @@ def test_forms_of_sqlite(sql: str, form: str) -> None:
         ("select  1 /* x /* y */ z */", "select  1 /* x /* y */ z */"),
         ("select 'a'  \n 'b'", "select 'a'\n'b'"),
         ("select 'a'   'b'", "select 'a' 'b'"),
+        # PostgreSQL joins the strings over one kind of comment and not over the other.
+        ("select 'a'  -- x\n  'b'", "select 'a'\n'b'"),
+        ("select 'a'  /* x */\n 'b'", "select 'a'  /* x */\n 'b'"),
         ("select $x$ a  b $x$ ,  $1  ::int", "select $x$ a  b $x$ , $1 ::int"),
         ("select E'a\\'  b'", "select E'a\\'  b'"),
         ('select "a  b"  from t;', 'select "a  b" from t'),

@@ -44,6 +44,11 @@ def test_archive_key_consists_of_members(files: dict[str, bytes]) -> None:
     assert key(archive({"first": b"1", **files})[: 512 * 2 + 100]) != key(archive({"first": b"1"}))
 
 
+def test_order_of_members_with_one_path_is_in_the_key() -> None:
+    """The last one stays, however its path is written."""
+    assert key(archive({"a": b"1", "./a": b"2"})) != key(archive({"./a": b"2", "a": b"1"}))
+
+
 def test_path_description_has_gos_forms() -> None:
     """Modes and times of a path are sent as Go writes them."""
     fields = {"name": "d", "size": 5, "mode": stat.S_IFDIR | 0o1777, "mtime_ns": 1_500_000_000_250_000_000, "link": ""}
