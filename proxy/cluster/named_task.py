@@ -21,6 +21,7 @@ class NamedTask:
     name: str
     rollout: str  # Name of the rollout; empty if the address does not say.
     creates: bool  # Whether the request may create the task.
+    endpoint: str = ""  # Of an agent's request.
 
 
 def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTask | None:
@@ -53,7 +54,7 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
                 "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
             ) from None
         raise
-    return NamedTask(address.task, address.rollout, not grant.rollout)
+    return NamedTask(address.task, address.rollout, not grant.rollout, address.endpoint)
 
 
 def rollout_named_by(scope: Scope) -> Callable[[str], tuple[str, str] | None]:

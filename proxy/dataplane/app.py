@@ -107,7 +107,7 @@ class DataPlane:
             engine.audit, engine.drivers, engine.settings, engine.lifecycle, engine.gate, engine.pin,
             self._addressing.address, request_of, self._count,
         )  # fmt: skip
-        endpoints = make_endpoints(context)
+        endpoints = self.endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
         self.hit_path = partial(HitPath, context, self._addressing, engine.counts, endpoints)

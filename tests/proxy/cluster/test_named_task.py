@@ -21,7 +21,7 @@ def named(method: str, path: str) -> NamedTask | None:
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True)),
+        ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True, endpoint="shell")),
         ("PUT", "/api/v1/tasks/t", NamedTask("t", "", creates=True)),
         ("GET", "/api/v1/tasks/t/tree", NamedTask("t", "", creates=False)),
         ("DELETE", "/api/v1/tasks/t", NamedTask("t", "", creates=False)),
