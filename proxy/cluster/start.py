@@ -68,7 +68,7 @@ def join(settings: Settings) -> Joined:
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     """Return the data plane of a member, which opens and closes with its engine."""
     database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
-    joined.gate.attach(engine.store.copies, engine.store.trees)
+    joined.gate.attach(engine.store.copies, engine.store.trees, database)
     member = Member(database, joined.gate, joined.secret, engine)
     plane = ClusterPlane(engine, behind, member, joined.secret)
     states = joined.states

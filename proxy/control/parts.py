@@ -6,6 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from proxy.audit.auditor import Auditor
@@ -76,9 +77,10 @@ class ControlPlane:
     settings: Settings
     share: Share | None
     lifecycle: Lifecycle
-    has: Callable[[str], bool]  # See `Engine`, as for the next two.
+    has: Callable[[str], bool]  # See `Engine`, as for the next three.
     own_tasks: Callable[[], tuple[str, ...] | None]
     pin: Callable[..., None]
+    back_up: Callable[[Path], Awaitable[None]]
     collect_garbage: Callable[[], Awaitable[Collected]]
     activity: Activity  # The last hour, second by second, and its event streams.
     history: History  # The last day, minute by minute.
@@ -129,6 +131,7 @@ class ControlPlane:
             has=engine.has,
             own_tasks=engine.own_tasks,
             pin=engine.pin,
+            back_up=engine.back_up,
             collect_garbage=partial(collect_garbage, engine),
             activity=activity,
             history=history,

@@ -217,6 +217,11 @@ class ClusterDatabase:
         """Return the tasks whose owner has died. It reads who owns each task. Raises DatabaseError."""
         return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, _OWNERLESS, ()))]
 
+    async def tasks(self) -> list[str]:
+        """Return all tasks that ever had an owner, deleted ones too. Raises DatabaseError."""
+        statement = "SELECT DISTINCT task FROM forkpoint.lines WHERE body IS NULL ORDER BY task"
+        return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, statement, ()))]
+
     async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
         """Write what this member uses of quotas, and return what other members use whose leases hold."""
         running, waiting = zip(*used.values(), strict=True)

@@ -8,7 +8,6 @@ import pytest
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.http.access import ALL
 from proxy.http.address import Address
-from proxy.refusals import RefusalError
 
 
 def named(method: str, path: str) -> NamedTask | None:
@@ -34,15 +33,3 @@ def named(method: str, path: str) -> NamedTask | None:
 )
 def test_path_names_the_task(method: str, path: str, expected: NamedTask | None) -> None:
     assert named(method, path) == expected
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/api/v1/backup"),
-    ],
-)
-def test_what_a_member_cannot_serve_is_refused(method: str, path: str) -> None:
-    with pytest.raises(RefusalError) as refusal:
-        named(method, path)
-    assert refusal.value.status == 409
