@@ -178,6 +178,11 @@ class ClusterDatabase:
         statement = "UPDATE forkpoint.cluster SET store = %s WHERE store IS NULL OR store = %s RETURNING store"
         return await self._reads.run(lambda connection: row_of(connection, statement, (store, store))) is not None
 
+    async def has_store(self) -> bool:
+        """Return whether the cluster uses a store. Raises DatabaseError."""
+        statement = "SELECT store IS NOT NULL FROM forkpoint.cluster"
+        return await self._reads.run(lambda connection: row_of(connection, statement, ())) == (True,)
+
     async def clock(self) -> float:
         """Return the time of the database, in seconds since the epoch. Raises DatabaseError."""
         row = await self._reads.run(lambda c: row_of(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
