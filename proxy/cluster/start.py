@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import structlog
 
+from proxy.cluster.compaction import LOOK_S, compact_logs
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
@@ -23,6 +24,7 @@ from proxy.cluster.states.service import SharedStates
 from proxy.cluster.states.store_mark import admit_store, check_store
 from proxy.engine import Engine
 from proxy.http.asgi import AsgiApp
+from proxy.lifecycle import BackgroundWork
 from proxy.settings import Settings
 from proxy.storage.data_dir import make_private
 from sandboxes.linux.files import write_whole
@@ -103,6 +105,8 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         await member.aclose()
 
     member.replaced, member.hands_over = replaced, states.flush
+    compacting = partial(compact_logs, database, joined.gate.owned, engine.counts)
+    engine.lifecycle.background.append(BackgroundWork("compaction", LOOK_S, compacting))
     if engine.executor.quotas is not None:
         engine.lifecycle.background.append(engine.executor.quotas.divide(use))
     engine.lifecycle.at_open.append(opened)
