@@ -107,9 +107,9 @@ class Siblings:
         """See `OtherProxies.numbers`."""
         return list(range(self.share.of))
 
-    def is_part(self, scope: Scope) -> bool:
-        """See `OtherProxies.is_part`."""
-        return _PART in scope.get("state", {})
+    def answers(self, scope: Scope) -> bool:
+        """See `OtherProxies.answers`."""
+        return _PART not in scope.get("state", {}) and (self.paths is None or scope["path"] in self.paths)
 
     # -- to other workers --------------------------------------------------------------------------------------------
 
