@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import parse_qs
 
 from proxy.dataplane.addressing import Addressing
 from proxy.http.access import Access
@@ -27,14 +28,16 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)
-    if not agents and below is None:
+    query = parse_qs(scope["query_string"].decode("latin-1")) if path == "/api/v1/events" else {}
+    shown = next(iter(query.get("task", ())), "") if below is None else below[1]
+    if not agents and not shown:
         return None
     # A copy: the owner authorises the request too, and must see the token.
     seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
     try:
         grant = access.admit(seen, rollout_named_by(seen))
-        if below is not None:
-            return NamedTask(below[1], "", scope.get("method", "GET") in ("PUT", "POST"))
+        if shown:
+            return NamedTask(shown, "", scope.get("method", "GET") in ("PUT", "POST"))
         address = addressing.address(seen)
     except RefusalError as refusal:
         if refusal.slug == "token" and path.startswith("/e/"):

@@ -13,7 +13,8 @@ from proxy.http.address import Address
 def named(method: str, path: str) -> NamedTask | None:
     access = SimpleNamespace(admit=lambda _scope, _tokens: ALL)
     addressing = SimpleNamespace(address=lambda _: Address("t", "1", "shell", "exec"))
-    scope = {"method": method, "path": path, "headers": []}
+    path, _, query = path.partition("?")
+    scope = {"method": method, "path": path, "query_string": query.encode(), "headers": []}
     return named_task(scope, cast("Any", access), cast("Any", addressing))
 
 
@@ -28,6 +29,8 @@ def named(method: str, path: str) -> NamedTask | None:
         ("DELETE", "/api/v1/tasks/t/nodes/n1", NamedTask("t", "", creates=False)),
         ("POST", "/api/v1/tasks/t/import", NamedTask("t", "", creates=True)),
         ("POST", "/api/v1/tasks/t/verify", NamedTask("t", "", creates=True)),
+        ("GET", "/api/v1/events?limit=3&task=t", NamedTask("t", "", creates=False)),
+        ("GET", "/api/v1/events", None),
         ("GET", "/healthz", None),
     ],
 )

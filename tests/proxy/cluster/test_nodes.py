@@ -142,6 +142,7 @@ def test_rest_works_through_any_member(dsn: str, tmp_path: Path) -> None:
                 ("of-a", "1"), ("of-a", "2"), ("of-b", "1"), ("of-b", "2"),
             ]  # fmt: skip
             assert httpx.get(f"{node.url}/api/v1/stats").json()["calls"] == 7
+            assert httpx.get(f"{node.url}/api/v1/events?task=of-a&limit=1").status_code == 200
         # An upload goes to the owner as it comes.
         put_task(a, "other")
         call(a, "1", "x", "other")
