@@ -4,6 +4,7 @@ The client library has one connection for each rollout, so each connection and t
 chain of calls: a walker stands wherever the latest request was, and answers never depend on it.
 """
 
+import itertools
 import secrets
 import time
 from collections.abc import Hashable
@@ -33,7 +34,7 @@ class ChainWalkers:
 
     def __init__(self, context: EndpointContext) -> None:
         self._context = context
-        self._walkers: dict[tuple[str, Hashable], _Walker] = {}
+        self._walkers: dict[tuple[str, Hashable, int], _Walker] = {}
         context.lifecycle.background.append(BackgroundWork("end idle clients", _EVERY_S, self._end_idle))
         context.lifecycle.before_close.append(self._end_all)
 
@@ -61,17 +62,15 @@ class ChainWalkers:
         return walker.rollout
 
     def _of(self, task: Task, client: Hashable, labels: Labels) -> _Walker:
-        walker = self._walkers.get((task.name, client))
-        # A rollout that waits for the log of a cluster is where its request has placed it.
-        if (
-            walker is None
-            or walker.rollout.finished
-            or walker.rollout.tree is not task.tree
-            or self._context.step.order.busy(walker.rollout)
-        ):
+        for number in itertools.count():
+            walker = self._walkers.get(key := (task.name, client, number))
+            # A rollout that waits for the log of a cluster is where its request has placed it.
+            if walker is None or not self._context.step.order.busy(walker.rollout):
+                break
+        if walker is None or walker.rollout.finished or walker.rollout.tree is not task.tree:
             name = f"tvclient-{secrets.token_hex(6)}"
             rollout = self._context.tasks.rollouts.begin(task, name, task.tree, task.tree.root, labels=labels)
-            walker = self._walkers[task.name, client] = _Walker(rollout, None, 0.0)
+            walker = self._walkers[key] = _Walker(rollout, None, 0.0)
         walker.used_at = time.monotonic()
         return walker
 
