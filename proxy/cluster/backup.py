@@ -4,7 +4,6 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from proxy.cluster.compaction import read_task
 from proxy.cluster.postgres.connection import DatabaseError
@@ -13,7 +12,6 @@ from proxy.cluster.takeover import TaskLogReading
 from proxy.refusals import RefusalError
 from proxy.storage import backup as store_backup
 from proxy.storage.copies import Copy, TreeCopy
-from proxy.storage.data_dir import STORE
 from proxy.storage.store import Store
 
 
@@ -23,21 +21,23 @@ async def back_up(database: ClusterDatabase, target: Path) -> None:
     Owners take no part: all that was answered is in the logs, whichever members live, and wherever tasks move.
     """
     # Only the thread that has opened a store may use it.
-    thread = ThreadPoolExecutor(1)
+    thread, draft = ThreadPoolExecutor(1), target.with_name(f"{target.name}.store")
     run = partial(asyncio.get_running_loop().run_in_executor, thread)
     try:
-        with TemporaryDirectory(dir=target.parent) as folder:
-            store = await run(Store, Path(folder) / STORE)
-            try:
-                for task in await database.tasks():
-                    await run(_write, store, task, await read_task(database, task))
-                await run(store_backup.back_up, store.database, target)
-            finally:
-                await run(store.close)
+        store = await run(Store, draft)
+        try:
+            for task in await database.tasks():
+                await run(_write, store, task, await read_task(database, task))
+            await run(store_backup.back_up, store.database, target)
+        finally:
+            await run(store.close)
     except DatabaseError as error:
         raise RefusalError(503, "database", f"{error}. Try again.") from error
     finally:
         thread.shutdown(wait=False)
+        # A kill leaves them, as files of a folder that is emptied at the start.
+        for file in target.parent.glob(f"{draft.name}*"):
+            file.unlink()
 
 
 def _write(store: Store, task: str, reading: TaskLogReading) -> None:
