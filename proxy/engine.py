@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, cast
 
 import structlog
@@ -37,7 +38,7 @@ from proxy.lifecycle import STAGE_S, BackgroundWork, EngineEnd, Lifecycle
 from proxy.settings import Settings
 from proxy.shares import Share
 from proxy.step import Stepper
-from proxy.storage.backup import STATES
+from proxy.storage.backup import STATES, back_up
 from proxy.storage.data_dir import STORE, make_private
 from proxy.storage.journal import Journal
 from proxy.storage.journal_segments import JournalEntry
@@ -138,6 +139,14 @@ class Engine:
     def own_tasks(self) -> tuple[str, ...] | None:
         """Return the tasks that this proxy shows; None for all that its store has."""
         return None if self.gate is None else tuple(name for name, _ in self.store.tasks.all() if self.has(name))
+
+    async def back_up(self, target: Path) -> None:
+        """Write a copy of the store, or in a cluster all tasks of the cluster. Raises StoreError, RefusalError."""
+        if self.gate is not None:
+            await self.gate.back_up(target)
+            return
+        self.journal.fold()
+        await asyncio.to_thread(back_up, self.store.database, target)
 
     def pin(self, tree: Tree, node: Node, *, on: bool) -> None:
         """Keep the snapshot of a node from being evicted, or let it be evicted again."""

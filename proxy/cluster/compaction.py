@@ -21,34 +21,22 @@ MIN_ROWS = 1000
 """Least rows of a log that is compacted. A takeover reads as many rows in 5 ms."""
 
 
-class LogCompactor:
-    """Compacts each log that has grown by as many rows as its last compaction left lines.
+async def compact_logs(database: ClusterDatabase, owned: Mapping[str, Owned], counts: Counters) -> None:
+    """Compact each log that has grown by as many rows as its last compaction left lines, until the database fails.
 
     So a log that grows is read a constant number of times for each of its lines. Each step of a compaction replaces
     rows by one row that says the same, if the rows are still as they were read. So one that broke off half-way is
     simply planned anew from what the log says then.
     """
-
-    def __init__(self, database: ClusterDatabase, owned: Mapping[str, Owned], counts: Counters) -> None:
-        self._database, self._owned, self._counts = database, owned, counts
-
-    async def run(self) -> None:
-        """Compact for ever."""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            await self.look()
-
-    async def look(self) -> None:
-        """Compact the logs that are long enough, until the database fails. The next look tries again."""
-        for task in tuple(self._owned.values()):
-            if task.rows < max(MIN_ROWS, task.lines):
-                continue
-            try:
-                await compact_log(self._database, task)
-            except DatabaseError as error:
-                self._counts.failure("compaction")
-                log.warning("a log was not compacted: it is tried again", task=task.task, error=str(error))
-                return
+    for task in tuple(owned.values()):
+        if task.rows < max(MIN_ROWS, task.lines):
+            continue
+        try:
+            await compact_log(database, task)
+        except DatabaseError as error:
+            counts.failure("compaction")
+            log.warning("a log was not compacted: it is tried again", task=task.task, error=str(error))
+            return
 
 
 async def compact_log(database: ClusterDatabase, task: Owned) -> None:

@@ -87,7 +87,7 @@ class Forwarder:
         relay: "Relay",
     ) -> bool:
         """Let the owner of a task answer a request; return whether it did."""
-        passed = task.passed(call, owner.view, scope.get("scheme", "http"))
+        passed = task.passed(call, owner.view, scope)
 
         async def watch() -> None:
             """Give up a stream whose agent has left. Calls go on."""

@@ -5,10 +5,13 @@ import time
 from collections.abc import Awaitable, Callable, Container
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 
+from proxy.cluster.backup import back_up
 from proxy.cluster.edits import ClusterEdits, note, tree_lines
 from proxy.cluster.lines import Deleted
 from proxy.cluster.owned import DroppedError, Owned
+from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.execution.gate import KeptElsewhere
 from proxy.refusals import RefusalError
@@ -50,6 +53,7 @@ class ClusterGate:
 
     _copies: CopyStore  # The parts of the store, which is created after the gate.
     _trees: TreeStore
+    _database: ClusterDatabase
 
     def __init__(self, number: int, states: KeptElsewhere) -> None:
         self.number, self.states = number, states
@@ -57,9 +61,9 @@ class ClusterGate:
         self.edits = ClusterEdits(self.owned, self.owned_tree)  # Writes what people change of them.
         self._tasks_of: dict[int, str] = {}
 
-    def attach(self, copies: CopyStore, trees: TreeStore) -> None:
-        """Take the parts of the store."""
-        self._copies, self._trees, self.edits.copies = copies, trees, copies
+    def attach(self, copies: CopyStore, trees: TreeStore, database: ClusterDatabase) -> None:
+        """Take the parts of the store, and the database that backups are made of."""
+        self._copies, self._trees, self._database, self.edits.copies = copies, trees, database, copies
 
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
 
@@ -117,6 +121,10 @@ class ClusterGate:
         """Return the numbers of the nodes of a tree whose states the store has."""
         owned = self.owned_tree(tree.id)
         return () if owned is None else owned.kept
+
+    async def back_up(self, target: Path) -> None:
+        """Write a backup of all tasks of the cluster."""
+        await back_up(self._database, target)
 
     def task_put(self, task: str) -> None:
         """Write a task to the log."""

@@ -58,7 +58,7 @@ class OwnHits:
             passed = Passed.taken_from(scope)
             if passed is None:
                 return None
-            self._passed, scope["scheme"] = (peer, passed), passed.scheme
+            self._passed = peer, passed
         if self._closing.is_set() or self._authorise(scope) is not None:
             return None
         return self._path.known(scope, body)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from proxy.cluster.link.passing import Passed
 from proxy.cluster.postgres.database import Ownership
-from proxy.http.asgi import Receive
+from proxy.http.asgi import Receive, Scope
 from proxy.refusals import RefusalError
 
 LOOK_S = 0.01
@@ -63,9 +63,11 @@ class TaskIngress:
             return next(iter(self.waiting), 0)
         return min((*itertools.islice(self.waiting, 1), *(number for _, number in self.unanswered.values())))
 
-    def passed(self, call: WaitingCall, view: int, scheme: str = "http") -> Passed:
+    def passed(self, call: WaitingCall, view: int, scope: Scope) -> Passed:
         """Return what the owner in a view has to know of a call."""
-        return Passed(view, call.number, self.oldest or call.number, call.is_again, scheme, self.name)
+        host, port = scope.get("client") or ("", "")
+        scheme = scope.get("scheme", "http")
+        return Passed(view, call.number, self.oldest or call.number, call.is_again, scheme, self.name, f"{host}/{port}")
 
 
 class Ingress:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from proxy.cluster import messages
-from proxy.cluster.compaction import LogCompactor, read_task
+from proxy.cluster.compaction import read_task
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.ingress import Ingress, TaskIngress
 from proxy.cluster.lines import Kept
@@ -79,7 +79,6 @@ class Member:
         """Begin to extend the lease."""
         self._lease_until = _now() + LEASE_S
         self._tasks.spawn("lease", self._beat())
-        self._tasks.spawn("compaction", LogCompactor(self.database, self.gate.owned, self._engine.counts).run())
 
     async def aclose(self) -> None:
         """Own nothing more, end the lease and close the connections to others."""

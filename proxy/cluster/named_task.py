@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import parse_qs
 
 from proxy.dataplane.addressing import Addressing
 from proxy.http.access import Access
@@ -10,8 +11,6 @@ from proxy.http.asgi import Scope
 from proxy.refusals import RefusalError
 
 _WAY = re.compile(r"/api/v1/tasks/([^/]+)(?:/.*)?")
-_BACKUP = "/api/v1/backup"
-"""A member's file is no backup of a cluster: the log is the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +20,7 @@ class NamedTask:
     name: str
     rollout: str  # Name of the rollout; empty if the address does not say.
     creates: bool  # Whether the request may create the task.
+    endpoint: str = ""  # Of an agent's request.
 
 
 def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTask | None:
@@ -28,21 +28,16 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
     path: str = scope["path"]
     agents = path.startswith(("/t/", "/e/", "/ng-rollout/"))
     below = None if agents else _WAY.fullmatch(path)
-    if not agents and below is None and path != _BACKUP:
+    query = parse_qs(scope["query_string"].decode("latin-1")) if path == "/api/v1/events" else {}
+    shown = next(iter(query.get("task", ())), "") if below is None else below[1]
+    if not agents and not shown:
         return None
     # A copy: the owner authorises the request too, and must see the token.
     seen: Scope = {"method": "GET", **scope, "headers": list(scope["headers"])}
-    if path == _BACKUP:
-        access.admit(seen, rollout_named_by(seen))
-        raise RefusalError(
-            409,
-            "cluster-backup",
-            "the file of a member is no backup of a cluster. Back up its database (pg_dump) and its store.",
-        )
     try:
         grant = access.admit(seen, rollout_named_by(seen))
-        if below is not None:
-            return NamedTask(below[1], "", scope.get("method", "GET") in ("PUT", "POST"))
+        if shown:
+            return NamedTask(shown, "", scope.get("method", "GET") in ("PUT", "POST"))
         address = addressing.address(seen)
     except RefusalError as refusal:
         if refusal.slug == "token" and path.startswith("/e/"):
@@ -53,7 +48,7 @@ def named_task(scope: Scope, access: Access, addressing: Addressing) -> NamedTas
                 "the headers X-Forkpoint-Task and X-Forkpoint-Rollout.",
             ) from None
         raise
-    return NamedTask(address.task, address.rollout, not grant.rollout)
+    return NamedTask(address.task, address.rollout, not grant.rollout, address.endpoint)
 
 
 def rollout_named_by(scope: Scope) -> Callable[[str], tuple[str, str] | None]:

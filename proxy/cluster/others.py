@@ -21,26 +21,21 @@ log = structlog.get_logger()
 
 _ALL_TASKS = frozenset({"/api/v1/trajectories", "/api/v1/report", "/api/v1/tasks"})
 """What must have all tasks, those too whose owners have died."""
+_OF_ONE = frozenset({"/metrics", "/readyz", "/api/v1/backup"})
+"""What is about one member, or whole at each of them."""
 
 
 class OtherMembers:
     """Implements `proxy.dataplane.app.OtherProxies`."""
-
-    paths: frozenset[str] | None = frozenset({
-        *_ALL_TASKS, "/api/v1/snapshots", "/api/v1/sandboxes", "/api/v1/stats", "/api/v1/videos",
-        "/api/v1/gc", "/api/v1/timeline", "/api/v1/system/history", "/api/v1/system/wrong-answers",
-        "/api/v1/system/warnings", "/api/v1/system/changes",
-    })  # fmt: skip
-    """Paths of what is the sum of the members' parts."""
 
     def __init__(self, member: Member, authorise: Callable[[Scope], RefusalError | None]) -> None:
         """Answer for a member. `authorise` returns why a request may see nothing."""
         self._member, self._authorise = member, authorise
         self._peers: dict[int, Peer] = {}
 
-    def is_part(self, scope: Scope) -> bool:
-        """Return whether a member has sent a request, this one too."""
-        return PEER in scope.get("state", {})
+    def answers(self, scope: Scope) -> bool:
+        """Return whether members have parts of the response to a request of an agent."""
+        return PEER not in scope.get("state", {}) and scope["path"] not in _OF_ONE
 
     async def numbers(self, scope: Scope) -> list[int]:
         """Return the members that run. This one takes tasks over whose owners have died, if all tasks are wanted."""

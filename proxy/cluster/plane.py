@@ -9,7 +9,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from contextvars import copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 
@@ -31,13 +31,13 @@ from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import Ownership
 from proxy.cluster.tunnels import Tunnels
-from proxy.compat.endpoints import Stream, StreamTransport
+from proxy.compat.endpoints import NamingEndpoint, Stream, StreamTransport
 from proxy.dataplane.app import DataPlane
 from proxy.engine import Engine
 from proxy.http.access import ALL, GRANT
 from proxy.http.asgi import AsgiApp, AsgiMessage, Receive, Scope, Send
 from proxy.http.browser_guard import refuse_foreign
-from proxy.http.exchange import EXPECTED
+from proxy.http.exchange import EXPECTED, beside
 from proxy.http.responses import send_response
 from proxy.http.uploads import ClientDisconnectedError, uploading
 from proxy.refusals import RefusalError
@@ -87,13 +87,22 @@ class ClusterPlane(DataPlane):
             elif _UPLOADS.fullmatch(scope["path"]):
                 await self._answer(task, scope, PassedUpload(receive), receive, send)
             else:
-                await self._answer(task, scope, HeldBody(await self._body(receive), receive), receive, send)
+                body = await self._body(receive)
+                await self._answer(await self._named(task, scope, body), scope, HeldBody(body, receive), receive, send)
         except ClientDisconnectedError:
             # Its call has not begun.
             pass
         except (RefusalError, DatabaseError) as error:
             refusal = error if isinstance(error, RefusalError) else RefusalError(503, "database", str(error))
             await self._refuse_request(scope, receive, send, refusal)
+
+    async def _named(self, task: NamedTask, scope: Scope, body: bytes) -> NamedTask:
+        """Return the task of an agent's request that may name another one than its URL. Raises RefusalError."""
+        endpoint = self.endpoints.get(task.endpoint)
+        if not isinstance(endpoint, NamingEndpoint):
+            return task
+        name, creates = await beside(len(body), endpoint.task_of, scope, self._addressing.address(scope), body)
+        return replace(task, name=name, creates=creates and task.creates)
 
     async def _body(self, receive: Receive) -> bytes:
         """Return the body of a request. Raises ClientDisconnectedError, RefusalError (413)."""
@@ -110,7 +119,7 @@ class ClusterPlane(DataPlane):
         with member.ingress.calling(task, body.watched, named.rollout, body.digest(scope), begun) as call:
 
             async def here(owned: Owned) -> bool:
-                origin = self._origin(owned, member.hello, task.passed(call, owned.view), may_be_late=False)
+                origin = self._origin(owned, member.hello, task.passed(call, owned.view, scope), may_be_late=False)
                 return await self._answer_here(owned, origin, scope, body.receive(), send)
 
             async def away(owner: Ownership) -> bool:
@@ -133,8 +142,6 @@ class ClusterPlane(DataPlane):
         if passed is None:
             await super().__call__(scope, receive, send)
             return
-        if not is_socket:
-            scope["scheme"] = passed.scheme
         owned = self._owned(passed)
         if owned is None:
             # A later view ends the one that is owned here. What was dropped here is owned here again.

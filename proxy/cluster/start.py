@@ -6,11 +6,13 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import orjson
 import structlog
 
+from proxy.cluster.compaction import LOOK_S, compact_logs
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.member import Member
 from proxy.cluster.plane import ClusterPlane
@@ -19,9 +21,10 @@ from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.postgres.joining import ClusterError, Membership
 from proxy.cluster.states.objects import ObjectStore, open_store
 from proxy.cluster.states.service import SharedStates
-from proxy.cluster.states.store_mark import name_of_store, shared_store
+from proxy.cluster.states.store_mark import admit_store, check_store
 from proxy.engine import Engine
 from proxy.http.asgi import AsgiApp
+from proxy.lifecycle import BackgroundWork
 from proxy.settings import Settings
 from proxy.storage.data_dir import make_private
 from sandboxes.linux.files import write_whole
@@ -46,6 +49,7 @@ class Joined:
     gate: ClusterGate
     states: SharedStates
     listener: socket.socket  # Where peers are accepted; it listens already.
+    trouble: str  # Why the store cannot be used now; empty if it can.
 
 
 def join(settings: Settings) -> Joined:
@@ -58,17 +62,17 @@ def join(settings: Settings) -> Joined:
     secret = settings.cluster_secret.get_secret_value().encode()
     dsn, name = settings.cluster.get_secret_value(), settings.node or socket.gethostname()
     known = _known(own)
-    membership, listener = asyncio.run(_join(ClusterDatabase(dsn, secret), settings, name, known))
+    store = _store(settings)
+    membership, listener, trouble = asyncio.run(_join(ClusterDatabase(dsn, secret), store, settings, name, known))
     write_whole(own / "member.json", orjson.dumps({"cluster": membership.cluster, "number": membership.number}))
-    assert settings.store is not None
-    states = SharedStates(open_store(settings.store))
-    return Joined(membership, dsn, secret, ClusterGate(membership.number, states), states, listener)
+    states = SharedStates(store)
+    return Joined(membership, dsn, secret, ClusterGate(membership.number, states), states, listener, trouble)
 
 
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     """Return the data plane of a member, which opens and closes with its engine."""
     database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
-    joined.gate.attach(engine.store.copies, engine.store.trees)
+    joined.gate.attach(engine.store.copies, engine.store.trees, database)
     member = Member(database, joined.gate, joined.secret, engine)
     plane = ClusterPlane(engine, behind, member, joined.secret)
     states = joined.states
@@ -82,6 +86,10 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
             return None
 
     async def opened() -> None:
+        if joined.trouble:
+            log.warning("the store cannot be used, so kept states are sent later", reason=joined.trouble)
+            engine.counts.failure("store")
+            states.objects.admit = partial(admit_store, _store(engine.settings), database)
         states.open()
         await plane.listener.serve(joined.listener)
         member.start()
@@ -97,6 +105,8 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
         await member.aclose()
 
     member.replaced, member.hands_over = replaced, states.flush
+    compacting = partial(compact_logs, database, joined.gate.owned, engine.counts)
+    engine.lifecycle.background.append(BackgroundWork("compaction", LOOK_S, compacting))
     if engine.executor.quotas is not None:
         engine.lifecycle.background.append(engine.executor.quotas.divide(use))
     engine.lifecycle.at_open.append(opened)
@@ -105,23 +115,34 @@ def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
 
 
 async def _join(
-    database: ClusterDatabase, settings: Settings, name: str, known: tuple[str, int] | None
-) -> tuple[Membership, socket.socket]:
-    assert settings.store is not None
-    store, listener = await shared_store(settings.store), None
+    database: ClusterDatabase, store: ObjectStore, settings: Settings, name: str, known: tuple[str, int] | None
+) -> tuple[Membership, socket.socket, str]:
+    listener: socket.socket | None = None
     try:
         host = await _check_database(database)
         listener, url = _listen(settings.link, host)
         membership = await database.join(name, url, known)
-        await _use_store(database, store, membership.cluster)
-    except BaseException:
+        trouble = await check_store(store, database)
+    except BaseException as error:
         if listener is not None:
             listener.close()
         # A member that does not start holds no lease.
         await database.aclose()
+        if isinstance(error, DatabaseError):
+            raise ClusterError(str(error)) from error
         raise
     await database.disconnect()
-    return membership, listener
+    return membership, listener, trouble
+
+
+def _store(settings: Settings) -> ObjectStore:
+    assert settings.store is not None
+    try:
+        return open_store(settings.store)
+    except ValueError as error:
+        raise ClusterError(
+            f"--store {settings.store!r} cannot be used: {error}. Use one that can be written."
+        ) from error
 
 
 async def _check_database(database: ClusterDatabase) -> str:
@@ -136,18 +157,6 @@ async def _check_database(database: ClusterDatabase) -> str:
             f"the clocks of this machine and of the database are {apart_s:.0f} s apart. Set both by NTP, and try again."
         )
     return host
-
-
-async def _use_store(database: ClusterDatabase, store: ObjectStore, cluster: str) -> None:
-    try:
-        is_same = await database.use_store(await name_of_store(store, cluster))
-    except DatabaseError as error:
-        raise ClusterError(str(error)) from error
-    if not is_same:
-        raise ClusterError(
-            f"the cluster of this database uses another --store than {store.url}. Use the same one on all members, or "
-            "another database for another cluster."
-        )
 
 
 def _known(own: Path) -> tuple[str, int] | None:

@@ -107,7 +107,7 @@ class Tunnels:
             return is_joined
 
         async def join(view: int, opening: AbstractAsyncContextManager[PeerConnection]) -> bool:
-            passed = task.passed(call, view)
+            passed = task.passed(call, view, scope)
             line, newline, rest = held.partition(b"\n")
             request = b"%b%b%b: %b\r\n%b" % (line, newline, PASSED, passed.pack(), rest)
             try:

@@ -83,6 +83,15 @@ class KnowingEndpoint(Endpoint, Protocol):
         ...
 
 
+@runtime_checkable
+class NamingEndpoint(Endpoint, Protocol):
+    """An endpoint whose requests name their task themselves, whatever task the URL names."""
+
+    def task_of(self, scope: RequestScope, address: Address, body: bytes) -> tuple[str, bool]:
+        """Return the task of a request, and whether the request may create it. Raises RefusalError."""
+        ...
+
+
 class Stream(Protocol):
     """A connection that an endpoint has taken over: bytes in both directions, without HTTP."""
 

@@ -5,6 +5,7 @@ import sqlite3
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from proxy.audit.auditor import Auditor
@@ -73,9 +74,10 @@ class ControlPlane:
     settings: Settings
     share: Share | None
     lifecycle: Lifecycle
-    has: Callable[[str], bool]  # See `Engine`, as for the next three.
+    has: Callable[[str], bool]  # See `Engine`, as for the next four.
     own_tasks: Callable[[], tuple[str, ...] | None]
     pin: Callable[..., None]
+    back_up: Callable[[Path], Awaitable[None]]
     collect_garbage: Callable[[], Awaitable[tuple[int, int]]]
     activity: Activity  # The last hour, second by second, and its event streams.
     history: History  # The last day, minute by minute.
@@ -126,6 +128,7 @@ class ControlPlane:
             has=engine.has,
             own_tasks=engine.own_tasks,
             pin=engine.pin,
+            back_up=engine.back_up,
             collect_garbage=engine.collect_garbage,
             activity=activity,
             history=history,

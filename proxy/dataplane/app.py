@@ -45,10 +45,8 @@ _STOPPED = Problem(
 class OtherProxies(Protocol):
     """The processes that answer some requests together: the members of a cluster, or the workers of a proxy."""
 
-    paths: frozenset[str] | None  # The paths of such requests; None for all that name no task.
-
-    def is_part(self, scope: Scope) -> bool:
-        """Return whether a request asks for the part of this process only."""
+    def answers(self, scope: Scope) -> bool:
+        """Return whether they answer a request that names no task. One that asks a process for its part is its own."""
         ...
 
     async def numbers(self, scope: Scope) -> list[int]:
@@ -107,7 +105,7 @@ class DataPlane:
             engine.audit, engine.drivers, engine.settings, engine.lifecycle, engine.gate, engine.pin,
             self._addressing.address, request_of, self._count,
         )  # fmt: skip
-        endpoints = make_endpoints(context)
+        endpoints = self.endpoints = make_endpoints(context)
         # At most one answers on the hit path and takes connections over: Docker's.
         self.streaming = next((each for each in endpoints.values() if isinstance(each, StreamingEndpoint)), None)
         self.hit_path = partial(HitPath, context, self._addressing, engine.counts, endpoints)

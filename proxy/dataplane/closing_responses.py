@@ -5,12 +5,16 @@ from http import HTTPStatus
 from proxy.refusals import Problem
 
 
-def _closing(status: HTTPStatus, slug: str, detail: str) -> bytes:
-    problem = Problem(status, slug, status.phrase, detail)
+def closing_response(problem: Problem) -> bytes:
+    """Return a problem as the whole response of a connection that is closed behind it."""
     body = problem.body()
     headers = [*problem.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-    lines = [b"HTTP/1.1 %d %b" % (status, status.phrase.encode()), *map(b": ".join, headers)]
-    return b"\r\n".join([*lines, b"", body])
+    status = b"HTTP/1.1 %d %b" % (problem.status, HTTPStatus(problem.status).phrase.encode())
+    return b"\r\n".join([status, *map(b": ".join, headers), b"", body])
+
+
+def _closing(status: HTTPStatus, slug: str, detail: str) -> bytes:
+    return closing_response(Problem(status, slug, status.phrase, detail))
 
 
 INVALID = _closing(HTTPStatus.BAD_REQUEST, "not-http", "Invalid HTTP request received.")

@@ -4,6 +4,7 @@ Without a cluster there is no gate, and every test for one is a comparison with 
 """
 
 from collections.abc import Container, Iterable
+from pathlib import Path
 from typing import Protocol
 
 from proxy.storage.records import RecordBytes
@@ -122,6 +123,10 @@ class Gate(Protocol):
 
     def stored(self, tree: Tree) -> Container[int]:
         """Return the numbers of the nodes of a tree whose states the next owner can fetch."""
+        ...
+
+    async def back_up(self, target: Path) -> None:
+        """Write a store with all tasks of the cluster to a new file. Raises RefusalError (503), StoreError."""
         ...
 
     def task_put(self, task: str) -> None:

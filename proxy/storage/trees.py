@@ -76,10 +76,13 @@ class TreeStore:
 
     def id_of(self, task: str, root_key: str, spec: EnvironmentSpec) -> int | None:
         """Return the number of the tree that `open` would read; None if it would create one."""
-        values = (self.owner(task, spec), root_key)
-        # A damaged tree is not found: its task begins another one, and its rollouts are lost.
-        sql = f"SELECT id FROM trees WHERE task = ? AND root_key = ? AND {is_whole('trees')}"
-        row = self._database.row(sql, values)
+        # A damaged tree is not found: its task begins another one, and its rollouts are lost. In a restored store,
+        # tasks of equal environments may use different shared trees: each keeps its own.
+        sql = (
+            f"SELECT id FROM trees WHERE task = ? AND root_key = ? AND {is_whole('trees')} "
+            "ORDER BY id NOT IN (SELECT tree FROM shares WHERE task = ?), id LIMIT 1"
+        )
+        row = self._database.row(sql, (self.owner(task, spec), root_key, task))
         return None if row is None else int(row[0])
 
     def exists(self, tree: int) -> bool:

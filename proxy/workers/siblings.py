@@ -26,6 +26,7 @@ from typing import Self, cast
 
 import structlog
 
+from proxy.dataplane.closing_responses import closing_response
 from proxy.http.asgi import Scope
 from proxy.http.passed_head import head_of
 from proxy.http.problems import problem_of
@@ -107,9 +108,9 @@ class Siblings:
         """See `OtherProxies.numbers`."""
         return list(range(self.share.of))
 
-    def is_part(self, scope: Scope) -> bool:
-        """See `OtherProxies.is_part`."""
-        return _PART in scope.get("state", {})
+    def answers(self, scope: Scope) -> bool:
+        """See `OtherProxies.answers`."""
+        return _PART not in scope.get("state", {}) and (self.paths is None or scope["path"] in self.paths)
 
     # -- to other workers --------------------------------------------------------------------------------------------
 
@@ -252,14 +253,10 @@ async def _adopt(descriptor: int, held: bytes, make_protocol: Callable[[], async
 
 async def _refuse(connection: socket.socket, refusal: RefusalError) -> None:
     """Answer a connection that its worker cannot have, and close it."""
-    problem = problem_of(refusal)
-    body = problem.body()
-    headers = [*problem.headers(), (b"content-length", b"%d" % len(body)), (b"connection", b"close")]
-    lines = b"".join(b"%b: %b\r\n" % header for header in headers)
     loop = asyncio.get_running_loop()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(_LINGER_S):
-            await loop.sock_sendall(connection, b"HTTP/1.1 503 Service Unavailable\r\n" + lines + b"\r\n" + body)
+            await loop.sock_sendall(connection, closing_response(problem_of(refusal)))
             connection.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(connection, 1 << 16):
                 pass

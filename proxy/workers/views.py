@@ -88,8 +88,7 @@ class AllWorkers:
         path = scope.get("path", "")
         merge = self._merges.get((scope.get("method", ""), path))
         is_stream = scope.get("method") == "GET" and path in _STREAMS
-        is_own = self._others.paths is not None and path not in self._others.paths
-        if scope["type"] != "http" or is_own or (merge is None and not is_stream) or self._others.is_part(scope):
+        if scope["type"] != "http" or (merge is None and not is_stream) or not self._others.answers(scope):
             await self._application(scope, receive, send)
             return
         try:

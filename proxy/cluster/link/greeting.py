@@ -12,7 +12,7 @@ import struct
 from hashlib import sha256
 from typing import NamedTuple
 
-VERSION = 9
+VERSION = 10
 """Version of the greeting and of the headers that members add. Members of another version refuse each other."""
 NONCE_BYTES = 32
 """Size of a nonce: no proof of another connection is of use."""

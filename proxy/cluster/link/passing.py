@@ -77,11 +77,12 @@ class Passed(NamedTuple):
     is_again: bool
     scheme: str  # `http` or `https`, as the agent has used it.
     task: str
+    client: str = "/"  # Address and port of the agent, with a slash between them, or that alone.
 
     def pack(self) -> bytes:
         """Return the value of the header."""
         numbers = f"{self.view} {self.number} {self.oldest} {self.is_again:d}"
-        return f"{numbers} {self.scheme} {quote(self.task, safe='')}".encode()
+        return f"{numbers} {self.scheme} {quote(self.task, safe='')} {self.client}".encode()
 
     @classmethod
     def of(cls, scope: Scope) -> Self | None:
@@ -90,14 +91,17 @@ class Passed(NamedTuple):
         value = next((value for name, value in scope["headers"] if name == PASSED), None)
         if value is None:
             return None
-        view, number, oldest, is_again, scheme, task = value.decode().split(" ")
-        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, unquote(task))
+        view, number, oldest, is_again, scheme, task, client = value.decode().split(" ")
+        return cls(int(view), int(number), int(oldest), is_again == "1", scheme, unquote(task), client)
 
     @classmethod
     def taken_from(cls, scope: Scope) -> Self | None:
-        """Take the header out of a request of a peer; see `of`."""
+        """Take the header out of a request of a peer, which then comes from the agent; see `of`."""
         passed = cls.of(scope)
         scope["headers"] = [header for header in scope["headers"] if header[0] != PASSED]
+        if passed is not None and scope["type"] == "http":
+            host, _, port = passed.client.partition("/")
+            scope["scheme"], scope["client"] = passed.scheme, (host, int(port)) if port else None
         return passed
 
 

@@ -178,6 +178,11 @@ class ClusterDatabase:
         statement = "UPDATE forkpoint.cluster SET store = %s WHERE store IS NULL OR store = %s RETURNING store"
         return await self._reads.run(lambda connection: row_of(connection, statement, (store, store))) is not None
 
+    async def has_store(self) -> bool:
+        """Return whether the cluster uses a store. Raises DatabaseError."""
+        statement = "SELECT store IS NOT NULL FROM forkpoint.cluster"
+        return await self._reads.run(lambda connection: row_of(connection, statement, ())) == (True,)
+
     async def clock(self) -> float:
         """Return the time of the database, in seconds since the epoch. Raises DatabaseError."""
         row = await self._reads.run(lambda c: row_of(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
@@ -216,6 +221,11 @@ class ClusterDatabase:
     async def ownerless(self) -> list[str]:
         """Return the tasks whose owner has died. It reads who owns each task. Raises DatabaseError."""
         return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, _OWNERLESS, ()))]
+
+    async def tasks(self) -> list[str]:
+        """Return all tasks that ever had an owner, deleted ones too. Raises DatabaseError."""
+        statement = "SELECT DISTINCT task FROM forkpoint.lines WHERE body IS NULL ORDER BY task"
+        return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, statement, ()))]
 
     async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
         """Write what this member uses of quotas, and return what other members use whose leases hold."""

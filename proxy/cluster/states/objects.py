@@ -6,7 +6,7 @@ under the names that each provider's own tools use (`AWS_ACCESS_KEY_ID` and so o
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -38,16 +38,18 @@ class ObjectStore:
 
     def __init__(self, store: Any, url: str) -> None:
         self._store, self.url = store, url
+        # Awaited before requests until it succeeds: whether the store may be used.
+        self.admit: Callable[[], Awaitable[None]] | None = None
 
     async def put(self, name: str, data: bytes) -> None:
         """Write an object, or replace it. Raises ObjectStoreError: it is not known whether the object was written."""
-        async with _bounded(self.url):
+        async with self._request():
             # One request: the pieces of an upload in parts would be garbage after a crash.
             await obstore.put_async(self._store, name, data, use_multipart=False)
 
     async def create(self, name: str, data: bytes) -> bool:
         """Write an object that does not exist yet; return False if it does. Of several members, one creates it."""
-        async with _bounded(self.url):
+        async with self._request():
             try:
                 await obstore.put_async(self._store, name, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
@@ -56,7 +58,7 @@ class ObjectStore:
 
     async def get(self, name: str, *, most_bytes: int, size_bytes: int | None = None) -> bytes:
         """Return an object. Raises MissingObjectError: the store has no such object. Raises ObjectSizeError."""
-        async with _bounded(self.url):
+        async with self._request():
             try:
                 result = await obstore.get_async(self._store, name)
             except FileNotFoundError as error:
@@ -78,7 +80,7 @@ class ObjectStore:
         """Yield the names of the objects below a prefix, up to 1,000 at once. Raises ObjectStoreError."""
         listing = obstore.list(self._store, prefix, chunk_size=1000)
         while True:
-            async with _bounded(self.url):
+            async with self._request():
                 page = await anext(listing, None)
             if page is None:
                 return
@@ -87,11 +89,25 @@ class ObjectStore:
     async def delete(self, names: Collection[str]) -> None:
         """Delete objects; one that does not exist is no error. Raises ObjectStoreError."""
         for name in names:
-            async with _bounded(self.url):
+            async with self._request():
                 try:
                     await obstore.delete_async(self._store, name)
                 except FileNotFoundError:
                     continue
+
+    @asynccontextmanager
+    async def _request(self) -> AsyncIterator[None]:
+        """Bound a request, and raise what obstore raises as an error of this module."""
+        if self.admit is not None:
+            await self.admit()
+            self.admit = None
+        try:
+            async with asyncio.timeout(OBJECT_PATIENCE_S):
+                yield
+        except TimeoutError as error:
+            raise ObjectStoreError(f"the store {self.url} did not answer within {OBJECT_PATIENCE_S:g} s") from error
+        except (BaseError, OSError, ValueError) as error:
+            raise ObjectStoreError(f"the store {self.url} failed: {_first_line(error)}") from error
 
 
 def open_store(address: str) -> ObjectStore:
@@ -119,18 +135,6 @@ def open_store(address: str) -> ObjectStore:
     except (BaseError, OSError, ValueError) as error:
         raise ValueError(_first_line(error)) from error
     return ObjectStore(store, address)
-
-
-@asynccontextmanager
-async def _bounded(url: str) -> AsyncIterator[None]:
-    """Bound a request, and raise what obstore raises as an error of this module."""
-    try:
-        async with asyncio.timeout(OBJECT_PATIENCE_S):
-            yield
-    except TimeoutError as error:
-        raise ObjectStoreError(f"the store {url} did not answer within {OBJECT_PATIENCE_S:g} s") from error
-    except (BaseError, OSError, ValueError) as error:
-        raise ObjectStoreError(f"the store {url} failed: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:

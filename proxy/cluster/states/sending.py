@@ -9,7 +9,8 @@ Theory of operation:
 3. The driver packs the state's units. Their chunks are written, unless the store has them from an earlier state. Then
    the manifest is written, and at last a line of the log that names it. A crash before leaves objects that nothing
    names, which `sweeping` deletes later.
-4. If the store fails, no member tries again for a while, which doubles each time. Calls do not notice.
+4. If the store fails, this member sends nothing for a while, which doubles each time, and then goes on. Calls do not
+   notice.
 """
 
 import asyncio
@@ -45,8 +46,6 @@ SENDERS = 2
 """How many states are sent at once, each of another task. Each of them takes a thread of the machine's cores."""
 PUTS = 4
 """How many chunks of a state are written at once: `SENDERS * PUTS` chunks of 4 MB are in memory at most."""
-ATTEMPTS = 3
-"""How often a state is sent before it is given up."""
 LONGEST_PAUSE_S = 60.0
 """How long sending pauses at most after the store has failed, in seconds."""
 
@@ -153,10 +152,10 @@ class Sender:
         return True
 
     async def _send(self, waiting: _Waiting) -> None:
-        clock, attempts = asyncio.get_running_loop().time, 0
+        clock = asyncio.get_running_loop().time
         due = clock() + DELAY_S
         try:
-            while attempts < ATTEMPTS:
+            while True:
                 await waiting.until(max(due, self._resume_at))
                 states = self._states_of(waiting.tree.id)
                 if states is None:
@@ -169,7 +168,7 @@ class Sender:
                     if await self._attempt(waiting.tree, waiting.node, states):
                         return
                     waiting.is_sent = False
-                    attempts += 1
+                    waiting.hurry.clear()
         finally:
             # Without an await since it was looked at: a rollout that comes to it now is noted.
             self._forget(waiting)

@@ -24,11 +24,11 @@ class SharedStates:
     """Sends, fetches and deletes kept states. Implements `proxy.execution.gate.KeptElsewhere`."""
 
     def __init__(self, objects: ObjectStore) -> None:
-        self._objects, self._tasks = objects, TaskOwner()
+        self.objects, self._tasks = objects, TaskOwner()
 
     def attach(self, engine: Engine, gate: ClusterGate) -> None:
         """Take the engine and its gate, which are created with this object and are not open yet."""
-        objects = self._objects
+        objects = self.objects
         self._gate, self._engine = gate, engine
         self._folder = engine.settings.data / "cluster" / "incoming"
         self._known: dict[str, TaskStates] = {}

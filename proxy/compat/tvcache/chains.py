@@ -56,14 +56,14 @@ class Chains:
         self._context, self._walkers = context, ChainWalkers(context)
         self._clients: dict[int, _Clients] = {}
 
-    def get(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
+    async def get(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
         """Return the answer to the last call of a chain. O(length of the chain)."""
         path = self._path(task.tree, request)
         if not request.chain or len(path) < len(request.chain):
             return {"found": False, "env_id": None, "value": None, "tool_exec_time": None}
         record = path[-1]
         value = orjson.loads(self._context.answers.of(record).body)
-        self._walkers.count_hit(task, caller.connection, caller.labels, record)
+        await self._walkers.count_hit(task, caller.connection, caller.labels, record)
         sandbox = self._of(task.tree).held.at(record.target) if request.whole else None
         return {"found": True, "env_id": sandbox, "value": value, "tool_exec_time": record.seconds}
 
@@ -106,13 +106,13 @@ class Chains:
                 stopped += clients.held.put(node, request.sandbox) if keeps and node is not None else [request.sandbox]
         return {"success": True, "removed_env_ids": stopped}
 
-    def test_result(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
+    async def test_result(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
         """Return the result of the test after exactly these calls."""
         record = self._readable(task.tree, task.tree.root, call_key(history_test(request.chain)))
         if record is None:
             return {"found": False, "test_result": None}
         value = orjson.loads(self._context.answers.of(record).body)
-        self._walkers.count_hit(task, caller.connection, caller.labels, record)
+        await self._walkers.count_hit(task, caller.connection, caller.labels, record)
         return {"found": True, "test_result": value}
 
     async def store_test_result(self, task: Task, request: CacheRequest, caller: Caller) -> dict[str, Any]:
@@ -181,7 +181,9 @@ class Chains:
         if known is None:
             rollout = self._walkers.at(task, caller.connection, caller.labels, node)
             answer = await self._context.step.run(rollout, call, key)
-            return None if answer.record.private else answer.record
+            # A private record has another key. So has the answer of another report, if this is one that a member of a
+            # cluster makes again.
+            return answer.record if node.records.get(key) is answer.record else None
         if self._context.answers.of(known).body == report.answer:
             return known
         lost = task.tree.quarantine(known, _DIFFERS)

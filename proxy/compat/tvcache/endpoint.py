@@ -43,12 +43,15 @@ class TvcacheEndpoint:
         # The grant was checked for the URL's task only.
         grant.require(request.task)
         grant.require_no_rollout()
-        if self._context.gate is not None:
-            raise RefusalError(501, "cluster", "members of a cluster do not serve this: its URL names no task.")
         task = await self._task(request)
         caller = Caller(scope.get("client"), labels_of(scope, scope["headers"]))
         reply = _UNKNOWN[request.verb] if task is None else await self._answer(task, request, caller)
         await exchange.local(Local(200, orjson.dumps(reply)))
+
+    def task_of(self, scope: Mapping[str, Any], address: Address, body: bytes) -> tuple[str, bool]:
+        """See `NamingEndpoint`: a member of a cluster passes a request on to the owner of this task."""
+        request = read(self._request_of(scope, address, body))
+        return request.task, request.verb not in _UNKNOWN
 
     async def refuse(self, scope: Mapping[str, Any], address: Address, problem: Problem, exchange: Exchange) -> None:  # noqa: ARG002 - every client reads the same form
         """Answer a request with a problem that was noticed before the request was read."""
@@ -58,7 +61,7 @@ class TvcacheEndpoint:
         chains = self._chains
         match request.verb:
             case "get":
-                return chains.get(task, request, caller)
+                return await chains.get(task, request, caller)
             case "prefix_match":
                 return chains.prefix_match(task, request)
             case "put":
@@ -68,7 +71,7 @@ class TvcacheEndpoint:
             case "unref":
                 return chains.release(task, request)
             case "get_test_result":
-                return chains.test_result(task, request, caller)
+                return await chains.test_result(task, request, caller)
             case "store_test_result":
                 return await chains.store_test_result(task, request, caller)
         return chains.all_sandboxes(task)

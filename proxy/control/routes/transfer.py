@@ -17,7 +17,7 @@ from proxy.control.routes.files import chunks
 from proxy.control.routes.params import WHOLE, ControlDep, TaskDep, TaskName, TreeDep, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
-from proxy.storage.backup import back_up, known_nodes
+from proxy.storage.backup import known_nodes
 from proxy.transfer.backup import pieces
 
 MEDIA_TYPE = "application/x-tar"
@@ -111,13 +111,13 @@ async def import_task(control: ControlDep, task: TaskName, request: Request) -> 
 async def download_backup(control: ControlDep, *, snapshots: bool = False) -> StreamingResponse:
     """Download a consistent backup of the whole store, while calls are answered. `forkpoint restore` reads it.
 
-    With `snapshots`, the file includes the snapshots that do not hold live processes.
+    With `snapshots`, the file includes the snapshots that do not hold live processes. In a cluster, any member answers
+    with the tasks of all of them, each as of one moment, and with its own snapshots.
     """
-    control.journal.fold()
     # In the directory that is emptied at each start.
     draft = control.settings.data / "imports" / f"backup-{secrets.token_hex(8)}"
     try:
-        await asyncio.to_thread(back_up, control.store.database, draft)
+        await control.back_up(draft)
         kept = [snapshot.node for snapshot in control.snapshots] if snapshots else []
         nodes = await asyncio.to_thread(known_nodes, draft, kept)
         # The file is freed when it is closed, also by a kill.

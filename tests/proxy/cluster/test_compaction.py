@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from proxy.cluster import compaction, takeover
-from proxy.cluster.compaction import LogCompactor, compact_log, read_task
+from proxy.cluster.compaction import compact_log, compact_logs, read_task
 from proxy.cluster.owned import Owned
 from proxy.cluster.postgres.connection import DatabaseError
 from proxy.cluster.postgres.database import ClusterDatabase
@@ -75,7 +75,6 @@ def test_compaction_that_failed_is_tried_again(
 ) -> None:
     """At whichever step it broke off, and whether or not the step was done, the log says the same afterwards."""
     monkeypatch.setattr(compaction, "MIN_ROWS", 1)
-    monkeypatch.setattr(compaction, "LOOK_S", 0.0)
     monkeypatch.setattr(takeover, "CHUNK_BYTES", 900)
 
     async def broken_at(step: int) -> int:
@@ -90,11 +89,10 @@ def test_compaction_that_failed_is_tried_again(
             await owned.write([Ended(7)])
             before = await read_task(database, task)
             database.breaks_at, database.is_done_first = step, is_done_first
-            compactor = LogCompactor(database, {task: owned}, counts)
-            await compactor.look()
+            await compact_logs(database, {task: owned}, counts)
             assert counts.failures.get("compaction", 0) == (0 <= step < database.steps)
             half = await read_task(database, task)
-            await compactor.look()
+            await compact_logs(database, {task: owned}, counts)
             after = await read_task(database, task)
             for each in (half, after):
                 assert (each.records, list(each.rest())) == (before.records, list(before.rest()))

@@ -8,20 +8,20 @@ import pytest
 from proxy.cluster.named_task import NamedTask, named_task
 from proxy.http.access import ALL
 from proxy.http.address import Address
-from proxy.refusals import RefusalError
 
 
 def named(method: str, path: str) -> NamedTask | None:
     access = SimpleNamespace(admit=lambda _scope, _tokens: ALL)
     addressing = SimpleNamespace(address=lambda _: Address("t", "1", "shell", "exec"))
-    scope = {"method": method, "path": path, "headers": []}
+    path, _, query = path.partition("?")
+    scope = {"method": method, "path": path, "query_string": query.encode(), "headers": []}
     return named_task(scope, cast("Any", access), cast("Any", addressing))
 
 
 @pytest.mark.parametrize(
     ("method", "path", "expected"),
     [
-        ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True)),
+        ("POST", "/t/t/r/1/shell/exec", NamedTask("t", "1", creates=True, endpoint="shell")),
         ("PUT", "/api/v1/tasks/t", NamedTask("t", "", creates=True)),
         ("GET", "/api/v1/tasks/t/tree", NamedTask("t", "", creates=False)),
         ("DELETE", "/api/v1/tasks/t", NamedTask("t", "", creates=False)),
@@ -29,20 +29,10 @@ def named(method: str, path: str) -> NamedTask | None:
         ("DELETE", "/api/v1/tasks/t/nodes/n1", NamedTask("t", "", creates=False)),
         ("POST", "/api/v1/tasks/t/import", NamedTask("t", "", creates=True)),
         ("POST", "/api/v1/tasks/t/verify", NamedTask("t", "", creates=True)),
+        ("GET", "/api/v1/events?limit=3&task=t", NamedTask("t", "", creates=False)),
+        ("GET", "/api/v1/events", None),
         ("GET", "/healthz", None),
     ],
 )
 def test_path_names_the_task(method: str, path: str, expected: NamedTask | None) -> None:
     assert named(method, path) == expected
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/api/v1/backup"),
-    ],
-)
-def test_what_a_member_cannot_serve_is_refused(method: str, path: str) -> None:
-    with pytest.raises(RefusalError) as refusal:
-        named(method, path)
-    assert refusal.value.status == 409

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from proxy.cluster.postgres.joining import ClusterError
 from proxy.cluster.start import Joined, join
+from proxy.cluster.states.objects import ObjectStore, ObjectStoreError
 from proxy.settings import Settings
 from tests.sandboxes.postgres_cluster import Cluster
 
@@ -83,6 +84,24 @@ def test_store_of_another_cluster(server: Cluster, tmp_path: Path) -> None:
     server.create("another", "SELECT 1")
     with pytest.raises(ClusterError, match="belongs to another cluster"):
         join(settings(f"{server.dsn} dbname=another", tmp_path))
+
+
+def test_a_full_store_does_not_keep_a_member_away(dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only at the first start of a cluster is it refused, as a mistake in the settings."""
+
+    async def put(*_: object) -> None:
+        raise ObjectStoreError("no space left")
+
+    with monkeypatch.context() as full:
+        full.setattr(ObjectStore, "put", put)
+        full.setattr(ObjectStore, "create", put)
+        with pytest.raises(ClusterError, match="no space left"):
+            join(settings(dsn, tmp_path))
+    close(join(settings(dsn, tmp_path, node="a", data=tmp_path / "a")))
+    monkeypatch.setattr(ObjectStore, "put", put)
+    joined = join(settings(dsn, tmp_path))
+    close(joined)
+    assert joined.trouble == "no space left"
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class World:
 async def asked(reader: asyncio.StreamReader) -> bytes:
     """Return the request that an owner has got, which names the task and the view first."""
     request = await reader.readuntil(b"\r\n\r\n")
-    assert request.startswith(b"GET /t/t/r/1/x HTTP/1.1\r\nx-forkpoint-passed: 3 1 1 0 http t\r\n")
+    assert request.startswith(b"GET /t/t/r/1/x HTTP/1.1\r\nx-forkpoint-passed: 3 1 1 0 http t /\r\n")
     return request
 
 

@@ -72,14 +72,16 @@ async def ask(own: Passing, peer: Any, body: bytes | AsyncIterator[bytes], lengt
 
 def test_one_header_is_added() -> None:
     """Those of the connection go, and what an agent says in the name of a member does."""
-    lines = head_of(SCOPE, 9, [(PASSED, Passed(3, 4, 2, True, "https", "a b/\u00e9").pack())]).split(b"\r\n")
+    passed = Passed(3, 4, 2, True, "https", "a b/\u00e9", "::1/9")
+    lines = head_of(SCOPE, 9, [(PASSED, passed.pack())]).split(b"\r\n")
     assert lines == [
         b"POST /t/a%20b?q=1 HTTP/1.1", b"host: x", b"authorization: Bearer t", b"content-length: 9",
-        PASSED + b": 3 4 2 1 https a%20b%2F%C3%A9", b"", b"",
+        PASSED + b": 3 4 2 1 https a%20b%2F%C3%A9 ::1/9", b"", b"",
     ]  # fmt: skip
-    scope: Scope = {"headers": [(b"host", b"x"), (PASSED, lines[4].partition(b": ")[2])]}
-    assert Passed.taken_from(scope) == Passed(3, 4, 2, True, "https", "a b/\u00e9")
-    assert scope["headers"] == [(b"host", b"x")]
+    scope: Scope = {"type": "http", "headers": [(b"host", b"x"), (PASSED, lines[4].partition(b": ")[2])]}
+    assert Passed.taken_from(scope) == passed
+    own = {"headers": [(b"host", b"x")], "scheme": "https", "client": ("::1", 9)}
+    assert scope == {"type": "http", **own}, "the owner sees the agent, and not the member that has passed it on"
     assert Passed.taken_from(scope) is None
 
 

@@ -167,7 +167,7 @@ async def owner(
     engine = build_engine(
         Settings(data=data, default_spec=SPEC, warm_sandboxes=0), {"memory": driver}, gate, block=number
     )
-    gate.attach(engine.store.copies, engine.store.trees)
+    gate.attach(engine.store.copies, engine.store.trees, cast("Any", None))
     engine.snapshot_value.reuse = KEEPS_ALL
     engine.cache.costs["memory"] = Costs(replay_overhead=Mean(replay_s))
     member = Member(cast("ClusterDatabase", LogDatabase(log, number)), gate, b"secret", engine)
