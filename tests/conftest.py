@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import host_walk
+from tests import known_machine
 from tests.turns import turn
 
 # Failed assertions in modules that tests share are explained like those in tests.
@@ -23,7 +23,7 @@ pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents",
 # Audits in the background would execute calls that tests count. Tests of them set a share of their own.
 os.environ.setdefault("FORKPOINT_AUDIT_SHARE", "0")
 
-host_walk.remember()
+known_machine.remember()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)

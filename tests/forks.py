@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from tests import host_walk
+from tests import known_machine
 
 PRELOADED = (
     "proxy.app", "proxy.server", "proxy.cli.main", "proxy.cli.doctor", "proxy.compat.docker.endpoint",
@@ -140,8 +140,8 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 if __name__ == "__main__":
     for name in PRELOADED:
         __import__(name)
-    host_walk.remember()
-    host_walk.walk()
+    known_machine.remember()
+    known_machine.look()
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as _asking:
         _serve(_asking)
