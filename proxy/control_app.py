@@ -12,12 +12,12 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from proxy.control.api_description import TAGS, completed, operation_id
+from proxy.control.api_description import TAGS, completed
 from proxy.control.metrics import MEDIA_TYPE as METRICS_TYPE
 from proxy.control.metrics import Metrics
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.api import control_plane
-from proxy.control.routes.params import PROBLEM, WHOLE
+from proxy.control.routes.api import control_routes
+from proxy.control.routes.params import PROBLEM, WHOLE, operation_id
 from proxy.engine import Engine
 from proxy.http.problems import FORESEEN, problem_of
 from proxy.lifecycle import BackgroundWork
@@ -75,11 +75,10 @@ def control_application(control: ControlPlane, engine: Engine) -> FastAPI:
         generate_unique_id_function=operation_id,
     )
     app.state.control = control
-    app.include_router(control_plane)
+    app.router.routes.extend(control_routes)
     app.state.page = PageData.over(control)
-    app.include_router(page_data)
-    app.include_router(ways)
-    app.include_router(system)
+    for router in (page_data, ways, system):
+        app.router.routes.extend(router.routes)
     app.include_router(page())
     app.include_router(manual())
     _health(app, control)

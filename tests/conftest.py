@@ -5,6 +5,8 @@ out, so that the default run takes less than two minutes. The summary names what
 deadline, because machines are noisy; in CI it draws the same examples every time.
 """
 
+import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import known_machine
 from tests.turns import turn
 
 # Failed assertions in modules that tests share are explained like those in tests.
@@ -19,6 +22,8 @@ pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents",
 
 # Audits in the background would execute calls that tests count. Tests of them set a share of their own.
 os.environ.setdefault("FORKPOINT_AUDIT_SHARE", "0")
+
+known_machine.remember()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
@@ -123,6 +128,20 @@ def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add `--all`."""
     parser.addoption("--all", action="store_true", help="run every test, the slow ones too")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import a share of the test modules first, in each of several processes: else each compiles all on a new clone."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source is pytest.Config.ArgsSource.ARGS:
+        return
+    root, first = session.config.rootpath, int(worker["workerid"].removeprefix("gw"))
+    paths = sorted(root.glob("tests/**/test_*.py"))
+    for path in paths[first :: worker["workercount"]]:
+        if not pytest_ignore_collect(path, session.config):
+            # A module that cannot be imported is reported when it is collected.
+            with contextlib.suppress(Exception, pytest.skip.Exception):
+                importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

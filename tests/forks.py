@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
+from tests import known_machine
+
 PRELOADED = (
     "proxy.app", "proxy.server", "proxy.cli.main", "proxy.cli.doctor", "proxy.compat.docker.endpoint",
     "proxy.compat.e2b.endpoint", "proxy.compat.harness.endpoint", "sandboxes.local.driver", "sandboxes.postgres.driver",
@@ -138,6 +140,8 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 if __name__ == "__main__":
     for name in PRELOADED:
         __import__(name)
+    known_machine.remember()
+    known_machine.look()
     gc.freeze()
     with socket.socket(fileno=int(sys.argv[1])) as _asking:
         _serve(_asking)

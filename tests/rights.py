@@ -18,7 +18,7 @@ from typing import Any
 
 from sandboxes.linux import cgroups, confine
 from sandboxes.linux import syscalls as kernel
-from tests import forks
+from tests import forks, known_machine
 
 CAPABILITIES = (
     "CHOWN", "DAC_OVERRIDE", "DAC_READ_SEARCH", "FOWNER", "FSETID", "KILL", "SETGID", "SETUID", "SETPCAP",
@@ -172,6 +172,7 @@ def main() -> None:
     # What a user may reach of itself is decided when a program is executed; root's rights need not be.
     if rights.uid == 0 and sys.argv[2:4] == [sys.executable, "-m"] and forks.PRELOADED[0] in sys.modules:
         sys.argv[:4] = []
+        known_machine.forget()
         kernel.capset(sum(1 << CAPABILITIES.index(name) for name in capabilities_here() if rights.keeps(name)))
         runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     else:

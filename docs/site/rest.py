@@ -5,8 +5,8 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from proxy.control.api_description import completed, operation_id
-from proxy.control.routes.api import control_plane
+from proxy.control.api_description import completed
+from proxy.control.routes.api import control_routes
 from proxy.ui.api import page_data
 
 _METHODS = ("get", "put", "post", "patch", "delete")
@@ -20,9 +20,7 @@ and order.
 
 def rest_page() -> str:
     """Return the page's Markdown."""
-    app = FastAPI(generate_unique_id_function=operation_id)
-    app.include_router(control_plane)
-    app.include_router(page_data)
+    app = FastAPI(routes=[*control_routes, *page_data.routes])
     schema = completed(app.openapi())
     groups: dict[str, list[str]] = {}
     for path, operations in sorted(schema["paths"].items()):

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from fastapi.routing import APIRoute
 
 from proxy.control.dataplane_openapi import data_plane_paths
 
@@ -26,11 +25,6 @@ TAGS: list[dict[str, Any]] = [
 """The groups of operations, in the order of the documentation."""
 METHODS = ("get", "put", "post", "patch", "delete")
 _EXAMPLES = Path(__file__).with_name("api_examples.json")
-
-
-def operation_id(route: APIRoute) -> str:
-    """Return the name of a route's operation. Generated clients name their functions after it, so it never changes."""
-    return route.name
 
 
 def operations(schema: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

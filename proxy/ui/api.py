@@ -7,14 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import Depends, Path, Query, Request, Response
 from pydantic import BaseModel
 
 from proxy.control.call_titles import Titles
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import (
-    PROBLEM,
     ControlDep,
     NewName,
     OwnQuery,
@@ -22,6 +21,7 @@ from proxy.control.routes.params import (
     RolloutName,
     TaskDep,
     TreeDep,
+    api_router,
     own_of,
 )
 from proxy.control.routes.rollouts import begin
@@ -101,7 +101,7 @@ class TimingView(BaseModel):
     replayed_calls: int = 0
 
 
-page_data = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
+page_data = api_router("page")
 
 
 @dataclass(frozen=True, slots=True)

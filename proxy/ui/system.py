@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel, SecretStr
 
 from proxy.control.activity import HOUR, Second, timeline
 from proxy.control.metrics import WrongAnswers, wrong_answers
 from proxy.control.paging import Page
-from proxy.control.routes.params import PROBLEM, WHOLE, ControlDep
+from proxy.control.routes.params import WHOLE, ControlDep, api_router
 from proxy.logs import recent
 from proxy.refusals import RefusalError
 from proxy.times import utc_text
@@ -22,9 +22,7 @@ _DOCTOR_S = 60.0
 """Longest run of `doctor`. Its trials take a second; a loaded machine takes ten."""
 _MINUTE = 60
 
-system = APIRouter(
-    prefix="/api/v1/system", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM}, dependencies=[WHOLE]
-)
+system = api_router("page", "/system", WHOLE)
 _examining = asyncio.Lock()
 
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import PROBLEM, ControlDep, TreeDep
+from proxy.control.routes.params import ControlDep, TreeDep, api_router
 from proxy.storage.schema import is_whole
 
 MAX_STEPS = 100_000
@@ -19,7 +18,7 @@ MAX_STEPS = 100_000
 _OUTCOMES = "hmwb"
 """Letters of the outcomes 0 to 3: hit, miss, wait, bypass."""
 
-ways = APIRouter(prefix="/api/v1", tags=["page"], responses={"4XX": PROBLEM, "5XX": PROBLEM})
+ways = api_router("page")
 
 
 class WayView(BaseModel):

@@ -11,6 +11,7 @@ length in 32 bits. The first has the number of the file of pages; any other is a
 its pages (5, in older versions 2) and flags (4).
 """
 
+import math
 import mmap
 import os
 import struct
@@ -19,7 +20,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,7 +93,7 @@ def _shared(images: Path, base: Path) -> list[Path]:
             head, ranges = read(path)
             if any(part.flags & (_PE_PARENT | _PE_PRESENT) != _PE_PRESENT for part in ranges):
                 return []
-            split = list(_split(ranges, _opened(_pages_of(path, head), stack), _places(base, path.name, stack)))
+            split = list(_split(ranges, _opened(_pages_of(path, head), stack), *_places(base, path.name, stack)))
             total += sum(part.pages for part in ranges)
             kept += sum(part.pages for part in split if part.flags & _PE_PRESENT)
             shared.append((path, head, split))
@@ -105,10 +105,14 @@ def _shared(images: Path, base: Path) -> list[Path]:
 
 def read(path: Path) -> tuple[bytes, tuple[Range, ...]]:
     """Return the begin of a pagemap up to its ranges, and the ranges. Raises ValueError for a file that is none."""
+    return _checked(path.read_bytes(), path.name)
+
+
+def _checked(data: bytes, name: str) -> tuple[bytes, tuple[Range, ...]]:
     try:
-        return _parsed(path.read_bytes())
+        return _parsed(data)
     except (struct.error, IndexError, KeyError) as error:
-        raise ValueError(f"{path.name} is no pagemap: {error!r}") from error
+        raise ValueError(f"{name} is no pagemap: {error!r}") from error
 
 
 # The pagemaps of all parents are read for each checkpoint, and parsing them takes the most time.
@@ -127,46 +131,57 @@ def _parsed(data: bytes) -> tuple[bytes, tuple[Range, ...]]:
 
 
 class _Stretch(NamedTuple):
-    """Where pages that follow each other lie: from `begin` to `end` in memory, and from `at` on in an open file."""
+    """Pages from `begin` to `end` in memory, which lie from `at` on in the pages of a checkpoint or its n-th parent."""
 
     begin: int
     end: int
-    file: int
+    parent: int
     at: int
 
 
-def _places(folder: Path, name: str, stack: ExitStack) -> list[_Stretch]:
-    """Return where the pages of a checkpoint lie, in the order of their addresses, those of its parent too."""
-    places: list[_Stretch] = []
-    if not (path := folder / name).exists():
-        return places
-    head, ranges = read(path)
-    file, at, below = _opened(_pages_of(path, head), stack), 0, None
-    for part in ranges:
+def _places(folder: Path, name: str, stack: ExitStack) -> tuple[Sequence[_Stretch], list[int]]:
+    """Return where a process's pages lie, and the open files of the checkpoint's pages and of all its parents'."""
+    pagemaps, files = list[bytes](), list[int]()
+    while (path := folder / name).exists():
+        pagemaps.append(path.read_bytes())
+        head, _ = _checked(pagemaps[-1], name)
+        files.append(_opened(_pages_of(path, head), stack))
+        folder /= PARENT
+    return _stretches(tuple(pagemaps)), files
+
+
+# The next checkpoint of the chain has these parents and one more: without the cache, each would look through all again.
+@lru_cache(maxsize=64)
+def _stretches(pagemaps: tuple[bytes, ...]) -> tuple[_Stretch, ...]:
+    """Return where the pages lie, in the order of their addresses, by the pagemaps of a checkpoint and its parents."""
+    places, at = list[_Stretch](), 0
+    below = _stretches(pagemaps[1:]) if pagemaps else ()
+    for part in _parsed(pagemaps[0])[1] if pagemaps else ():
         if part.flags & _PE_PRESENT:
-            places.append(_Stretch(part.address, part.end, file, at))
+            places.append(_Stretch(part.address, part.end, 0, at))
             at += part.end - part.address
         elif part.flags & _PE_PARENT:
-            below = _places(folder / PARENT, name, stack) if below is None else below
-            places.extend(_within(below, part.address, part.end))
-    return places
+            for begin, end, parent, begins_at in _within(below, part.address, part.end):
+                places.append(_Stretch(begin, end, parent + 1, begins_at))
+    return tuple(places)
 
 
 def _within(places: Sequence[_Stretch], begin: int, end: int) -> Iterator[_Stretch]:
-    for place in islice(places, max(0, bisect_right(places, begin, key=lambda place: place.begin) - 1), None):
-        if place.begin >= end:
-            return
+    # The last that begins at or before the address. A tuple, because a function as the key would be called for each.
+    at = max(0, bisect_right(places, (begin, math.inf)) - 1)
+    while at < len(places) and (place := places[at]).begin < end:
         if place.end > begin:
             start = max(place.begin, begin)
-            yield _Stretch(start, min(place.end, end), place.file, place.at + start - place.begin)
+            yield _Stretch(start, min(place.end, end), place.parent, place.at + start - place.begin)
+        at += 1
 
 
-def _split(ranges: Iterable[Range], file: int, places: Sequence[_Stretch]) -> Iterator[Range]:
+def _split(ranges: Iterable[Range], file: int, places: Sequence[_Stretch], files: Sequence[int]) -> Iterator[Range]:
     at = 0
     for part in ranges:
         same = [(part.address, part.address)]
         for place in _within(places, part.address, part.end):
-            for begin, end in _equal(place, file, at + place.begin - part.address):
+            for begin, end in _equal(place, files[place.parent], file, at + place.begin - part.address):
                 if begin == same[-1][1]:
                     begin, _ = same.pop()  # noqa: PLW2901 - one longer run
                 same.append((begin, end))
@@ -180,12 +195,12 @@ def _split(ranges: Iterable[Range], file: int, places: Sequence[_Stretch]) -> It
         at += part.end - part.address
 
 
-def _equal(place: _Stretch, file: int, at: int) -> Iterator[tuple[int, int]]:
+def _equal(place: _Stretch, known_in: int, file: int, at: int) -> Iterator[tuple[int, int]]:
     """Yield the begins and ends of pages that are equal to those from `at` on in a file."""
     # Most of a long run is equal, and a loop over its pages takes ten times as long as a comparison of them all.
     for done in range(0, place.end - place.begin, _AT_ONCE):
         length = min(_AT_ONCE, place.end - place.begin - done)
-        known, now = os.pread(place.file, length, place.at + done), os.pread(file, length, at + done)
+        known, now = os.pread(known_in, length, place.at + done), os.pread(file, length, at + done)
         if known == now:
             yield place.begin + done, place.begin + done + length
             continue

@@ -4,19 +4,19 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 
 from proxy.control.activity import HOUR, Activity, Second, timeline
-from proxy.control.routes.params import WHOLE, ControlDep, granted
+from proxy.control.routes.params import WHOLE, ControlDep, api_router, granted
 from proxy.names import NAME_PATTERN
 from proxy.refusals import RefusalError
 
 _QUIET_S = 15.0
 """A stream without events sends a comment after this long, because proxies close idle connections."""
 
-router = APIRouter()
+router = api_router("activity")
 
 
 class TimelineView(BaseModel):

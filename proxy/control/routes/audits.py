@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Response
+from fastapi import Body, Response
 from pydantic import AwareDatetime, BaseModel, Field
 
 from proxy.audit.auditor import AuditProgress, SampleSource
@@ -12,13 +12,13 @@ from proxy.audit.confidence import CONFIDENCE, clopper_pearson
 from proxy.audit.noise_masks import Masks
 from proxy.control.call_titles import TITLE_CHARS, title
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import ControlDep, TaskDep, TreeDep, position_of
+from proxy.control.routes.params import ControlDep, TaskDep, TreeDep, api_router, position_of
 from proxy.control.views.resources import NodeName, node_name
 from proxy.times import UtcTime
 from proxy.tree.task import Task
 from proxy.tree.tree import Tree
 
-router = APIRouter()
+router = api_router("audits")
 
 
 class Bound(BaseModel):

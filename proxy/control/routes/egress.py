@@ -3,17 +3,17 @@
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import BaseModel
 
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, TaskQuery, granted
+from proxy.control.routes.params import ControlDep, TaskQuery, api_router, granted
 from proxy.control.views.resources import NodeName
 from proxy.telemetry.egress_log import EgressEvent
 from proxy.times import UtcTime
 from sandboxes.calls import EgressOutcome
 
-router = APIRouter()
+router = api_router("resources")
 
 
 class EgressRequestView(BaseModel):

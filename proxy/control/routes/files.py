@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Annotated, BinaryIO
 from urllib.parse import quote, unquote_to_bytes
 
-from fastapi import APIRouter, Path, Request, Response
+from fastapi import Path, Request, Response
 from pydantic import BaseModel
 from starlette.responses import JSONResponse, StreamingResponse
 
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.nodes import leased_state
-from proxy.control.routes.params import ControlDep, PositionDep
+from proxy.control.routes.params import ControlDep, PositionDep, api_router
 from proxy.control.views.diff import FileFacts, file_facts, json_text
 from proxy.control.views.resources import node_name
 from proxy.refusals import RefusalError
@@ -28,7 +28,7 @@ _MAX_PATH = 4095
 """Longest path, in bytes (path_resolution(7))."""
 _SAFE = {"content-security-policy": "default-src 'none'; sandbox", "x-content-type-options": "nosniff"}
 
-router = APIRouter()
+router = api_router("trees")
 
 
 class EntryView(FileFacts):

@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import Annotated
 
 import orjson
-from fastapi import APIRouter, Query
+from fastapi import Query
 from pydantic import BaseModel
 
 from proxy.control.call_titles import stored_title
-from proxy.control.routes.params import ControlDep, LabelQuery, TaskDep, wanted_labels
+from proxy.control.routes.params import ControlDep, LabelQuery, TaskDep, api_router, wanted_labels
 from proxy.storage.records import same_calls
 from proxy.storage.rollouts import labels_condition
 from proxy.storage.schema import is_whole
@@ -21,7 +21,7 @@ from proxy.tree.labels import REWARD
 _MOST_ROLLOUTS, _MOST_SHOWN = 500, 50
 """The most rollouts that are compared, and the most entries of each list of a comparison."""
 
-router = APIRouter()
+router = api_router("rollouts")
 
 
 class PartingView(BaseModel):

@@ -4,14 +4,14 @@ import secrets
 from pathlib import Path
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel, Field
 
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.files import chunks
 from proxy.control.routes.nodes import leased_state
-from proxy.control.routes.params import ControlDep, PositionDep, TaskDep, granted
+from proxy.control.routes.params import ControlDep, PositionDep, TaskDep, api_router, granted
 from proxy.control.routes.transfer import MEDIA_TYPE
 from proxy.control.views.resources import node_name
 from proxy.refusals import RefusalError
@@ -26,7 +26,7 @@ _HOST = r"[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?(?::[0-9]+)?"
 _IMAGE_NAME = rf"^(?:{_HOST}/)?{_PART}(?:/{_PART})*(?::[A-Za-z0-9_][A-Za-z0-9_.-]{{0,127}})?$"
 """Names of images, as Docker defines them (distribution/reference), without digests."""
 
-router = APIRouter()
+router = api_router("data")
 
 
 class NewImage(BaseModel):

@@ -6,12 +6,21 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 
 from proxy.control.browsing import passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import ControlDep, OwnQuery, PositionDep, RootQuery, TaskDep, own_of, tree_of
+from proxy.control.routes.params import (
+    ControlDep,
+    OwnQuery,
+    PositionDep,
+    RootQuery,
+    TaskDep,
+    api_router,
+    own_of,
+    tree_of,
+)
 from proxy.control.routes.states import snapshot_of
 from proxy.control.views.nodes import Forgotten, NodeDetail, NodeView, Pin, TreeView
 from proxy.control.views.resources import NodeName, node_name
@@ -24,7 +33,7 @@ from sandboxes.errors import NotFreezableError, StateGoneError
 _LATEST = ListQuery("created_at", descending=True, limit=50)
 """A node's view lists at most this many of the rollouts that passed it; another route lists all."""
 
-router = APIRouter()
+router = api_router("trees")
 
 
 @router.get("/tasks/{task}/tree")

@@ -6,11 +6,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Response
+from fastapi import Query, Response
 
 from proxy.control.parts import ControlPlane
 from proxy.control.reports import ReportPart, ReportRequest, read_part, report_of
-from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
+from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, api_router, wanted_labels
 from proxy.control.views.report import ReportView
 from proxy.http.sent_labels import OWNER
 from proxy.tree.labels import NAME_PATTERN
@@ -22,7 +22,7 @@ Price = Annotated[
     float, Query(alias="price", ge=0, le=1e9, description="Price of one hour of tool time, for example in dollars.")
 ]
 
-router = APIRouter()
+router = api_router("activity")
 
 
 @router.get("/report", name="get_report", dependencies=[WHOLE])

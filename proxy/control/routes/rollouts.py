@@ -7,12 +7,13 @@ import time
 from dataclasses import replace
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Body, Query, Request
+from fastapi import Body, Query, Request
 
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
 from proxy.control.reasons import WhyView, reasons
 from proxy.control.routes import params
+from proxy.control.routes.params import api_router
 from proxy.control.views.resources import NodeName
 from proxy.control.views.rollouts import RolloutDetail, RolloutView, rollout_view
 from proxy.http.sent_labels import OWNER, owned
@@ -23,7 +24,7 @@ from proxy.tree.rollout import Rollout
 from proxy.tree.task import Task
 from proxy.tree.tree import Node, Tree
 
-router = APIRouter()
+router = api_router("rollouts")
 
 
 @router.post("/tasks/{task}/rollouts", status_code=201)

@@ -5,11 +5,11 @@ import contextlib
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Query, WebSocket, WebSocketDisconnect
+from fastapi import Query, WebSocket, WebSocketDisconnect
 from pydantic import BaseModel, Field, model_validator
 
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TaskName, position_of
+from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TaskName, api_router, position_of
 from proxy.control.scratch_forks import call_of, command_call
 from proxy.control.state_diff import diff
 from proxy.control.views.answers import AnswerView, answer_view
@@ -31,7 +31,7 @@ _MAX_SIZE = 1000
 _SIZE = {"ge": 1, "le": _MAX_SIZE}
 
 
-router = APIRouter()
+router = api_router("scratch forks")
 
 
 class Trial(BaseModel):

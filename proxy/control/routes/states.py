@@ -4,17 +4,17 @@ import time
 from collections import Counter
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 
 from proxy.control.paging import ListQuery, Page, list_query
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import WHOLE, ControlDep, TaskQuery, granted
+from proxy.control.routes.params import WHOLE, ControlDep, TaskQuery, api_router, granted
 from proxy.control.views import resources as views
 from proxy.tree.tree import Node
 from sandboxes.pool.roster import Slot
 from snapshots.snapshot import Snapshot, snapshot_kind
 
-router = APIRouter()
+router = api_router("resources")
 
 
 @router.get("/snapshots")

@@ -2,11 +2,11 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from proxy.control.paging import ListQuery, Order, Page, list_query
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import ControlDep, RootQuery, TaskDep, TaskName, confined, granted, tree_of
+from proxy.control.routes.params import ControlDep, RootQuery, TaskDep, TaskName, api_router, confined, granted, tree_of
 from proxy.control.task_totals import TaskTotals
 from proxy.control.views.resources import Batch, WarmView, node_name
 from proxy.control.views.rollouts import TaskSummary, TaskView, task_view
@@ -14,7 +14,7 @@ from proxy.tree.task import Task
 from sandboxes.driver import AdvisingDriver, fulfils
 from sandboxes.spec import EnvironmentSpec
 
-router = APIRouter()
+router = api_router("tasks")
 
 
 @router.get("/tasks")

@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import Query
 from fastapi.responses import StreamingResponse
 
 from proxy.address import TOTAL
 from proxy.control.parts import ControlPlane
-from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, wanted_labels
+from proxy.control.routes.params import WHOLE, ControlDep, LabelQuery, TaskDep, api_router, wanted_labels
 from proxy.names import NAME_PATTERN
 from proxy.transfer.trajectories import ANSWER_BYTES, TrajectoryRequest, count_rollouts, trajectories
 
@@ -20,7 +20,7 @@ TurnsQuery = Annotated[
     bool, Query(description="One line for each turn of agents inside their sandbox, as a tree for training.")
 ]
 
-router = APIRouter()
+router = api_router("data")
 _RESPONSES: dict[int | str, dict[str, Any]] = {200: {"content": {MEDIA_TYPE: {}}}}
 
 

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from fastapi.responses import StreamingResponse
 from pydantic import BaseModel
 from starlette.concurrency import iterate_in_threadpool
@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 
 from proxy.address import TOTAL
 from proxy.control.routes.files import chunks
-from proxy.control.routes.params import WHOLE, ControlDep, TaskDep, TaskName, TreeDep, confined, granted
+from proxy.control.routes.params import WHOLE, ControlDep, TaskDep, TaskName, TreeDep, api_router, confined, granted
 from proxy.control.views.resources import NodeName, node_name
 from proxy.refusals import RefusalError
 from proxy.storage.backup import known_nodes
@@ -30,7 +30,7 @@ _BODY: dict[str, Any] = {
 }
 
 
-router = APIRouter()
+router = api_router("data")
 
 
 class ImportView(BaseModel):

@@ -3,11 +3,11 @@
 from functools import partial
 from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import Query, Request, Response
 
 from proxy.control.browsing import ChildrenView, SearchView, matching, passed, rollouts_through
 from proxy.control.paging import ListQuery, Page, list_query
-from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TreeDep, granted
+from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TreeDep, api_router, granted
 from proxy.control.tree_listing import TreeSummary, summaries
 from proxy.control.tree_reader import rollouts_by_node
 from proxy.control.views.nodes import PassedRollout
@@ -19,7 +19,7 @@ _MAX_CANDIDATES = 50_000
 """Calls whose titles a search compares: about a second."""
 
 
-router = APIRouter()
+router = api_router("trees")
 
 
 @router.get("/tasks/{task}/trees")

@@ -1,12 +1,11 @@
 """Routes of videos: the progress of preprocessing, and the number of model requests."""
 
-from fastapi import APIRouter
 from pydantic import BaseModel
 
-from proxy.control.routes.params import WHOLE, ControlDep
+from proxy.control.routes.params import WHOLE, ControlDep, api_router
 from sandboxes.video.driver import VideoDriver
 
-router = APIRouter()
+router = api_router("resources")
 
 
 class PreprocessView(BaseModel):

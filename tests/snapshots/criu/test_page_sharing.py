@@ -116,6 +116,8 @@ def test_a_long_chain_begins_anew_at_its_first_checkpoint(tmp_path: Path) -> Non
         images = written(tmp_path / str(turn), memory, pages_id=turn)
         assert share(images, base)
         assert memory_of(images) == memory
+        if turn <= MOST_PARENTS:
+            assert (images / f"pages-{turn}.img").stat().st_size == PAGE, "parents of the parent have the others"
         base = images
     assert not (base / PARENT / PARENT).exists()
     # What has changed since the first checkpoint.
