@@ -14,7 +14,7 @@ from sandboxes.errors import SandboxError, StateGoneError
 from sandboxes.spec import EnvironmentSpec
 from sandboxes.upstream.sandbox import NO_SESSION, HttpSandbox
 
-VERSION = "http-2"
+VERSION = "http-3"
 """The identity of every root state: it consists of nothing."""
 
 
