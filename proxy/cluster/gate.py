@@ -7,11 +7,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
-from proxy.cluster.backup import back_up
 from proxy.cluster.edits import ClusterEdits, note, tree_lines
 from proxy.cluster.lines import Deleted
 from proxy.cluster.owned import DroppedError, Owned
-from proxy.cluster.postgres.database import ClusterDatabase
 from proxy.cluster.protocol import Ended, Position, StepId, Stepped
 from proxy.execution.gate import KeptElsewhere
 from proxy.refusals import RefusalError
@@ -53,7 +51,7 @@ class ClusterGate:
 
     _copies: CopyStore  # The parts of the store, which is created after the gate.
     _trees: TreeStore
-    _database: ClusterDatabase
+    back_up: Callable[[Path], Awaitable[None]]  # Writes a store with all tasks of the cluster to a new file.
 
     def __init__(self, number: int, states: KeptElsewhere) -> None:
         self.number, self.states = number, states
@@ -61,9 +59,9 @@ class ClusterGate:
         self.edits = ClusterEdits(self.owned, self.owned_tree)  # Writes what people change of them.
         self._tasks_of: dict[int, str] = {}
 
-    def attach(self, copies: CopyStore, trees: TreeStore, database: ClusterDatabase) -> None:
-        """Take the parts of the store, and the database that backups are made of."""
-        self._copies, self._trees, self._database, self.edits.copies = copies, trees, database, copies
+    def attach(self, copies: CopyStore, trees: TreeStore, back_up: Callable[[Path], Awaitable[None]]) -> None:
+        """Take the parts of the store, and what writes backups."""
+        self._copies, self._trees, self.back_up, self.edits.copies = copies, trees, back_up, copies
 
     # -- what the engine calls, see `Gate` ---------------------------------------------------------------------------
 
@@ -121,10 +119,6 @@ class ClusterGate:
         """Return the numbers of the nodes of a tree whose states the store has."""
         owned = self.owned_tree(tree.id)
         return () if owned is None else owned.kept
-
-    async def back_up(self, target: Path) -> None:
-        """Write a backup of all tasks of the cluster."""
-        await back_up(self._database, target)
 
     def task_put(self, task: str) -> None:
         """Write a task to the log."""

@@ -52,7 +52,7 @@ class OtherMembers:
 
     async def _take_over(self) -> None:
         """Become the owner of all tasks whose owners have died. Raises DatabaseError."""
-        for task in await self._member.database.ownerless():
+        for task in await self._member.database.tasks(ownerless=True):
             # Calls that went to the owner may have left it there.
             self._member.ingress.task(task).owner = None
             try:

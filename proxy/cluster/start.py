@@ -12,6 +12,7 @@ from pathlib import Path
 import orjson
 import structlog
 
+from proxy.cluster.backup import back_up
 from proxy.cluster.compaction import LOOK_S, compact_logs
 from proxy.cluster.gate import ClusterGate
 from proxy.cluster.member import Member
@@ -72,7 +73,7 @@ def join(settings: Settings) -> Joined:
 def member_of(joined: Joined, engine: Engine, behind: AsgiApp) -> ClusterPlane:
     """Return the data plane of a member, which opens and closes with its engine."""
     database = ClusterDatabase(joined.dsn, joined.secret, joined.membership)
-    joined.gate.attach(engine.store.copies, engine.store.trees, database)
+    joined.gate.attach(engine.store.copies, engine.store.trees, partial(back_up, database))
     member = Member(database, joined.gate, joined.secret, engine)
     plane = ClusterPlane(engine, behind, member, joined.secret)
     states = joined.states
@@ -148,7 +149,7 @@ def _store(settings: Settings) -> ObjectStore:
 async def _check_database(database: ClusterDatabase) -> str:
     """Return the address of the database, which answers and agrees about the time."""
     try:
-        host, clock = await database.host(), await database.clock()
+        host, clock = await database.server()
     except DatabaseError as error:
         raise ClusterError(f"{error}. Check --cluster, and that the server accepts this user.") from error
     apart_s = abs(clock - time.time())

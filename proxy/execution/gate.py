@@ -3,7 +3,7 @@
 Without a cluster there is no gate, and every test for one is a comparison with None.
 """
 
-from collections.abc import Container, Iterable
+from collections.abc import Awaitable, Callable, Container, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -125,8 +125,9 @@ class Gate(Protocol):
         """Return the numbers of the nodes of a tree whose states the next owner can fetch."""
         ...
 
-    async def back_up(self, target: Path) -> None:
-        """Write a store with all tasks of the cluster to a new file. Raises RefusalError (503), StoreError."""
+    @property
+    def back_up(self) -> Callable[[Path], Awaitable[None]]:
+        """Writes a store with all tasks of the cluster to a new file. Raises RefusalError (503), StoreError."""
         ...
 
     def task_put(self, task: str) -> None:

@@ -80,11 +80,11 @@ SELECT number, boot, name, url, until > clock_timestamp(),
     (SELECT count(*) FROM owners o WHERE o.member = m.number AND o.boot = m.boot)
 FROM forkpoint.members m ORDER BY name
 """
-_OWNERLESS = """
+_TASKS = """
 WITH owners AS (
     SELECT DISTINCT ON (task) task, member, boot FROM forkpoint.lines WHERE body IS NULL ORDER BY task, row DESC)
 SELECT o.task FROM owners o JOIN forkpoint.members m ON m.number = o.member
-WHERE m.boot <> o.boot OR m.until <= clock_timestamp() ORDER BY o.task
+WHERE NOT %s OR m.boot <> o.boot OR m.until <= clock_timestamp() ORDER BY o.task
 """
 _BEAT = """
 UPDATE forkpoint.members SET until = clock_timestamp() + %s * interval '1 second'
@@ -183,19 +183,15 @@ class ClusterDatabase:
         statement = "SELECT store IS NOT NULL FROM forkpoint.cluster"
         return await self._reads.run(lambda connection: row_of(connection, statement, ())) == (True,)
 
-    async def clock(self) -> float:
-        """Return the time of the database, in seconds since the epoch. Raises DatabaseError."""
-        row = await self._reads.run(lambda c: row_of(c, "SELECT extract(epoch FROM clock_timestamp())::float8", ()))
-        assert row is not None
-        return float(row[0])
+    async def server(self) -> tuple[str, float]:
+        """Return the server's address, empty for a socket of this machine, and its time, in seconds since the epoch."""
 
-    async def host(self) -> str:
-        """Return the address of the database server; empty if it is reached by a socket of this machine."""
+        async def server(connection: Connection) -> tuple[str, float]:
+            row = await row_of(connection, "SELECT extract(epoch FROM clock_timestamp())::float8", ())
+            assert row is not None
+            return connection.info.hostaddr, float(row[0])
 
-        async def host(connection: Connection) -> str:
-            return connection.info.hostaddr
-
-        return await self._reads.run(host)
+        return await self._reads.run(server)
 
     async def disconnect(self) -> None:
         """Close the connections, which are opened again when they are needed. The lease stays."""
@@ -218,14 +214,10 @@ class ClusterDatabase:
         rows = await self._reads.run(lambda connection: rows_of(connection, _MEMBERS, ()))
         return [(Peer(*row[:5]), row[5]) for row in rows]
 
-    async def ownerless(self) -> list[str]:
-        """Return the tasks whose owner has died. It reads who owns each task. Raises DatabaseError."""
-        return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, _OWNERLESS, ()))]
-
-    async def tasks(self) -> list[str]:
-        """Return all tasks that ever had an owner, deleted ones too. Raises DatabaseError."""
-        statement = "SELECT DISTINCT task FROM forkpoint.lines WHERE body IS NULL ORDER BY task"
-        return [row[0] for row in await self._reads.run(lambda connection: rows_of(connection, statement, ()))]
+    async def tasks(self, *, ownerless: bool = False) -> list[str]:
+        """Return all tasks that ever had an owner, deleted ones too; or those whose owner has died."""
+        rows = await self._reads.run(lambda connection: rows_of(connection, _TASKS, (ownerless,)))
+        return [row[0] for row in rows]
 
     async def use(self, used: Mapping[str, tuple[int, int]]) -> dict[str, list[tuple[int, int]]]:
         """Write what this member uses of quotas, and return what other members use whose leases hold."""
