@@ -156,7 +156,10 @@ def test_token_sees_only_its_own_tasks(closed_proxy: Running) -> None:
     for path in ("snapshots", "sandboxes"):
         tasks = {entry["task"] for entry in respond(closed_proxy, "GET", f"/api/v1/{path}", ALICE).json()["items"]}
         assert tasks <= {"alice-1"}
-    for path in ("/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events", "/api/v1/videos", "/v1.43/info"):
+    for path in (
+        "/api/v1/stats", "/metrics", "/api/v1/timeline", "/api/v1/events", "/api/v1/videos", "/v1.43/info",
+        "/api/v1/system/settings", "/api/v1/system/warnings",
+    ):  # fmt: skip
         assert respond(closed_proxy, "GET", path, ALICE).status_code == 403
     assert respond(closed_proxy, "GET", "/api/v1/events?task=bob-1", ALICE).status_code == 403
 
