@@ -116,9 +116,7 @@ class HitPath:
         asked = self._addressing.asked(scope, address, body, rollout)
         call = asked.meaning
         # A request with an ID may be a retry, a constant call belongs to no rollout, and a routed one to another task.
-        if not isinstance(call, Call) or call.request_id or call.constant or call.routed:
-            return None
-        if call.shared_at_root and rollout.node is rollout.tree.root:
+        if not isinstance(call, Call) or call.request_id or call.constant or call.shared_at_root or call.routed:
             return None
         # 4. The record at the rollout's node.
         record = self._step.find(rollout, call.key)

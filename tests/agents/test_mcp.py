@@ -511,8 +511,10 @@ def test_tools_are_those_of_the_rollouts_state(proxy: Proxy) -> None:
     begun = Agent(proxy, "/t/loads/mcp/n").send("initialize", {"protocolVersion": "2025-11-25"})
     agents = [Agent(proxy, f"/t/loads/r/{rollout}/mcp/n") for rollout in ("a", "b")]
     agents.append(Agent(proxy, "/t/loads/mcp/n", session=begun.headers["mcp-session-id"]))
+    # A list at the root is no step.
+    assert [listed(agent) for agent in agents] == [["keep"]] * 3
+    assert proxy.engine.tasks.rollouts.running["loads", begun.headers["mcp-session-id"]].calls == 0
     for agent in agents:
-        assert listed(agent) == ["keep"]
         assert agent.tool("keep", text="further").is_success
         assert listed(agent) == ["keep", "further"]
     assert listed(Agent(proxy, "/t/loads/r/c/mcp/n")) == ["keep"]
