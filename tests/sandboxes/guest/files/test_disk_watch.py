@@ -1,6 +1,7 @@
 """The watch over a sandbox's disk: bytes, files, and trees that cannot be measured."""
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,13 +81,20 @@ def test_removal_of_too_much_is_not_ended_by_what_others_write(upper: int, tmp_p
 
 
 def test_deleted_files_count_as_long_as_they_are_open(upper: int, tmp_path: Path, disk: list[int]) -> None:
-    over, path = watch(upper, 4 << 20, 0), tmp_path / "upper/deleted"
+    """Another process has the file open: this one may have more descriptors, and deleted files, than a look reads."""
+    path = tmp_path / "upper/deleted"
     with path.open("wb") as file:
         path.unlink()
         file.write(bytes(6 << 20))
         file.flush()
+        holder = subprocess.Popen(["sleep", "60"], stdout=file)
+    over = partial(disk_watch.DiskWatch(upper, 4 << 20, 0).over, lambda: [holder.pid])
+    try:
         disk[0] -= 6 << 20
         assert over() == "disk"
+    finally:
+        holder.kill()
+        holder.wait()
     disk[0] -= 6 << 20
     assert over() is None
 
