@@ -28,8 +28,8 @@ _UNUSED = (
     "(SELECT call FROM records UNION SELECT upload FROM records UNION SELECT answer FROM records)"
 )
 """Takes 8 us for each record of the store."""
-_SLICE_S = 0.002
-"""How long blobs are deleted until the event loop has its turn. One of 10 MB takes 20 ms."""
+SLICE_S = 0.002
+"""How long rows are deleted until the event loop has its turn. A blob of 10 MB takes 20 ms."""
 _REST = 20
 """How often the time of a sweep passes before the next one. A store that forgets all the time sweeps 5 % of it."""
 
@@ -129,7 +129,7 @@ class BlobStore:
         # The blobs of a tree that is being imported come before its records.
         while not (imports := self._imports()) and unused:
             with self._database.transaction() as execute:
-                until = time.monotonic() + _SLICE_S
+                until = time.monotonic() + SLICE_S
                 while unused and time.monotonic() < until:
                     blob = unused.pop()
                     if blob not in given:

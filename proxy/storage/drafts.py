@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from proxy.storage.blobs import DRAFT, note_unused_blobs
+from proxy.storage.blobs import DRAFT, SLICE_S, note_unused_blobs
 from proxy.storage.database import Execute, StoreDatabase
 from proxy.storage.schema import is_whole
 from proxy.storage.trees import TreeStore
@@ -30,8 +30,6 @@ _PARTS = (
 """Tables with many rows of a task: their key, and the column and the table of what they belong to."""
 _ROWS = 50
 """How many rows one statement deletes: 0.4 ms."""
-_SLICE_S = 0.002
-"""How long rows are deleted until the event loop has its turn."""
 
 
 def leave_remains(execute: Execute, *, trees: Iterable[int], rollouts: Iterable[int] = ()) -> None:
@@ -83,7 +81,7 @@ class DraftStore:
         more = True
         while more:
             with self._database.transaction() as execute:
-                until = time.monotonic() + _SLICE_S
+                until = time.monotonic() + SLICE_S
                 while (more := execute(sql, (number,)).rowcount == _ROWS) and time.monotonic() < until:
                     pass
             await asyncio.sleep(0)

@@ -47,7 +47,7 @@ def test_a_large_task_is_deleted_in_slices_that_a_restart_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other tasks of the event loop run between the slices; what is left after a kill goes with the next sweep."""
-    monkeypatch.setattr(drafts, "_SLICE_S", 0.0)
+    monkeypatch.setattr(drafts, "SLICE_S", 0.0)
     with opened(tmp_path) as store:
         walked(store, "kept", 10)
         walked(store, "gone", 4 * drafts._ROWS)
