@@ -158,7 +158,7 @@ def _text(data: bytes) -> str | None:
 
 
 def file_form(data: bytes) -> Any:
-    """Return a file's form: an archive's members by name, mode and digest, sorted; else the file's digest."""
+    """Return a file's form: an archive's members by name, mode and digest (see `in_any_order`); else its digest."""
     try:
         if data.startswith(b"PK\x03\x04"):
             return {"archive": _zip_members(data)}
