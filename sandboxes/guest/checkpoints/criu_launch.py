@@ -70,7 +70,7 @@ def operate(
 ) -> NoReturn:
     """Start CRIU in the namespaces of this process or of its children; end when CRIU ends. Call it in a fork."""
     # `segments_of` is the pid of a process that gets an IPC namespace with System V shared memory; 0 if none does.
-    code = 1
+    code, starting = 1, 0
     # Open until this process ends: so the proxy learns that CRIU has ended.
     link = DriverLink(socket.socket(fileno=files.reply))
     try:
@@ -79,7 +79,7 @@ def operate(
         root, null = os.open("/", os.O_PATH | os.O_CLOEXEC), os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         _change_root(files.program)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        pid = kernel.fork_sharing_root()
+        pid = starting = kernel.fork_sharing_root()
         if pid == 0:
             _execute(arguments, theirs, files, null, inherited)
         ended = os.pidfd_open(pid)
@@ -93,6 +93,7 @@ def operate(
         _change_root(root)
         close_all({*files[1:], *inherited, root, null})
         link.hand_over(CriuStarted(), [ours.detach()])
+        starting = 0
         last = _serve(link, ended, tracer, changed, segments_of)
         os.waitpid(pid, 0)
         if last is not None and last.message.locks:
@@ -100,6 +101,10 @@ def operate(
             link.send(Done())
         code = 0
     except (OSError, ValueError) as error:
+        if starting:
+            # Gone before the report: a freeze that follows would take it for a process of the agent's.
+            os.kill(starting, signal.SIGKILL)
+            os.waitpid(starting, 0)
         link.send(Failed(str(error)))
     finally:
         os._exit(code)
