@@ -9,6 +9,7 @@ from pydantic import SecretStr
 
 from proxy.ui.manual_files import manual
 from proxy.ui.static_files import HEADERS
+from tests.machine import wait_until
 from tests.proxy.serving import Running, serving
 from tests.ui.browser import chromium, missing
 
@@ -80,8 +81,15 @@ def test_search_works_under_the_policy(proxy: Running) -> None:
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: hosts.add(request.url.split("/")[2]) if "://" in request.url else None)
         page.goto(f"{base}/manual/")
-        page.locator("[data-md-component=search-query]").first.fill("quarantine")
-        page.locator(".md-search-result__item a").first.wait_for(timeout=90_000)
+        field, found = page.locator("[data-md-component=search-query]"), page.locator(".md-search-result__item a")
+        field.first.fill("quarantine")
+
+        def is_found() -> bool:
+            # The page's scripts look at the field at each key, and may be there only now.
+            field.first.press("End")
+            return found.first.is_visible()
+
+        wait_until(is_found, "nothing is found", within_s=90)
         page.goto(f"{base}/manual/glossary.html")
         picture = page.locator("article img").first
         picture.wait_for()
