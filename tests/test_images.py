@@ -3,6 +3,7 @@
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.sandboxes.docker import require_docker
 from tests.test_compose_run import ROOT, ComposedProxy, proxy_service, run
 
 BASE, PROXY, SANDBOX = (f"forkpoint-test-{name}:1" for name in ("debian", "proxy", "sandbox"))
+BUILDS = ((PROXY, "docker/Dockerfile", "."), (SANDBOX, "docker/sandbox.Dockerfile", "docker"))
 WITHIN_S = 600.0
 """Longest time for one image. A minute is usual; a package index may be slow."""
 
@@ -59,8 +61,9 @@ def test_images_are_built_and_serve(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("DOCKER_HOST", daemon.host)
         folder = stack.enter_context(data_directory())
         import_debian(folder / "debian")
-        build(PROXY, "docker/Dockerfile", ".")
-        build(SANDBOX, "docker/sandbox.Dockerfile", "docker")
+        # Beside each other: they mostly wait for packages.
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(build, *zip(*BUILDS, strict=True)))
         spec = {"image": SANDBOX}
         proxy = ComposedProxy(daemon, folder / "data", free_port(), proxy_service(), PROXY, spec)
         proxy.start()
