@@ -448,6 +448,8 @@ class Supervisor:
         )
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
+        # Also of a shell that stays, because processes live.
+        shell.narrow()
         if lost:
             # One bash would go on. Not its session but our access to it is gone.
             code, notes, (out, err) = 1, _NO_DESCRIPTORS, without_loss(out, err)

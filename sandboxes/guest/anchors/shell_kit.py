@@ -120,8 +120,6 @@ class ShellKit:
         """Return whether it is open, and its pipes are empty and as they were made."""
         if not self.theirs:
             return False
-        # Those that `Shell.run` has widened.
-        narrow((self.theirs[1], self.theirs[2], self.theirs[session_texts.DUMP_FD]))
         return changeable(self._reachable) == self._made
 
     def write_exports(self, exports: bytes) -> None:

@@ -23,7 +23,7 @@ READ = "python3 -c 'import fcntl, os; print(fcntl.fcntl(os.pipe()[0], 1032))'"
 
 
 def test_idle_sandboxes_leave_pipes_to_others(data_dir: Path) -> None:
-    """The pipes to a sandbox are small while nothing runs in it, and of the usual size for commands."""
+    """The pipes to a sandbox are small between calls, also where processes live, and of the usual size for commands."""
     program = "import fcntl; print(*[fcntl.fcntl(fd, 1032) for fd in (1, 2)])"
 
     async def go() -> None:
@@ -32,7 +32,9 @@ def test_idle_sandboxes_leave_pipes_to_others(data_dir: Path) -> None:
             for command in ("cd /tmp", "seq 100000 | tail -n 1", "X=1", f'python3 -c "{program}"'):
                 answer = await run(sandbox, command)
             assert answer.out == "65536 65536\n"
-            assert await driver.start(EnvironmentSpec())
+            other = await driver.start(EnvironmentSpec())
+            for command in ("sleep 1000 & seq 100000 | tail -n 1", "sleep 1000 & exit 3"):
+                await run(other, command)
             await until(lambda: 0 < _pages() <= 2 * SANDBOX_PIPE_PAGES)
 
     asyncio.run(go())
