@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import known_machine
+from tests import known_machine, launchers
 from tests.turns import turn
 
 # Failed assertions in modules that tests share are explained like those in tests.
@@ -24,6 +24,7 @@ pytest.register_assert_rewrite("tests.sandboxes", "tests.proxy", "tests.agents",
 os.environ.setdefault("FORKPOINT_AUDIT_SHARE", "0")
 
 known_machine.remember()
+launchers.preload()
 
 settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("default"), derandomize=True, print_blob=True)
