@@ -677,7 +677,7 @@ def test_a_layer_without_room_harms_nothing(data_dir: Path, monkeypatch: pytest.
         async with opened(local_driver(data_dir)) as driver:
             sandbox = await driver.start(SPEC)
             with monkeypatch.context() as patch:
-                patch.setattr(driver.machine.layers, "place", full)
+                patch.setattr("sandboxes.local.layers.Layers.place", full)
                 assert (await run(sandbox, "x=1; echo 1 > f; date +%N > g; cat f g")).code == 0
                 with pytest.raises(NotFreezableNowError, match="No space left"):
                     await sandbox.freeze()
