@@ -11,7 +11,7 @@ from proxy.cluster.lines import Deleted, ForgottenRows, Kept, Line, Unkept, deco
 from proxy.cluster.postgres.database import LogRow, rows_digest
 from proxy.cluster.protocol import Ended, Stepped, Steps, replaceable
 from proxy.storage import copies as stored
-from proxy.tree.keys import CallKey, private_key
+from proxy.tree.keys import CallKey, withdrawn_key
 
 LatestLine = TypeVar("LatestLine")
 
@@ -167,9 +167,8 @@ class TaskLogReading:
         reached, records = {tree.root for tree in trees.values()}, list[stored.RecordCopy]()
         for record in there:
             if latest[record.tree, record.source, record.key] != record.record:
-                record = record._replace(  # noqa: PLW2901 - the same record under another key
-                    key=private_key(CallKey(record.key), record.record, 0), private=True
-                )
+                key = withdrawn_key(CallKey(record.key), record.record)
+                record = record._replace(key=key, private=True)  # noqa: PLW2901 - the same record under another key
             is_first = record.target not in reached
             exact, content = digests.get(record.target, (None, None)) if is_first else (None, None)
             records.append(record._replace(is_first=is_first, exact=exact, content=content))

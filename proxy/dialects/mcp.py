@@ -121,7 +121,9 @@ class Mcp(base.Eventful):
         """Return the only server that a request can mean. Raises _McpError if there are several servers, or none."""
         if server or len(self._names) == 1:
             return server or self._names[0]
-        raise _McpError(_NOT_FOUND, f"this method needs one server. Use {', '.join(f'/mcp/{n}' for n in self._names)}.")
+        paths = ", ".join(f"/mcp/{name}" for name in self._names)
+        why = f"this method needs one server. Use {paths}." if paths else "this task has no MCP server."
+        raise _McpError(_NOT_FOUND, why)
 
     def _begin(self, message: _Message, request: base.Request, server: str) -> base.Meaning:
         wanted = message.params.get("protocolVersion")

@@ -6,7 +6,7 @@ of its machine. No rule knows the names of all such failures. So a response coun
 1. by its status: 5xx, 408, 425 and 429, unless the endpoint's rules say that the status is an ordinary result; and
    JSON-RPC's codes for an internal error, a closed connection and a timeout;
 2. by its text, if it reports an error that speaks of a timeout;
-3. by a member that names a timeout as its class, or is true for one, whatever the status is.
+3. by a member that names a timeout as its class, says that it has passed, or is true for one, whatever the status is.
 
 A false match costs a miss and never a wrong hit. A spec with shared timeouts shares the second and third kind.
 """
@@ -25,7 +25,10 @@ from sandboxes.spec import EnvironmentSpec
 _STATUSES = frozenset({408, 425, 429})
 _CODES = frozenset({-32603, -32000, -32001})
 """JSON-RPC's internal error, and the codes of MCP's SDKs for a closed connection and a timeout."""
-_TIMEOUT = re.compile(r"time[ _-]?d?[ _-]?out|(?:time[ _-]?limit|deadline)[ _-]?(?:is[ _-]?)?exceed", re.IGNORECASE)
+_EXCEEDED = r"(?:time[ _-]?limit|deadline)[ _-]?(?:is[ _-]?)?exceed"
+_TIMEOUT = re.compile(rf"time[ _-]?d?[ _-]?out|{_EXCEEDED}", re.IGNORECASE)
+_PASSED = re.compile(rf"timed[ _-]?out|{_EXCEEDED}", re.IGNORECASE)
+"""What a whole sentence says of a limit that has passed; other sentences may speak of a limit that was set."""
 _CLASSES = frozenset({
     "status", "state", "type", "kind", "class", "class_path", "exception", "error", "error_type", "error_class", "code",
     "reason",
@@ -88,8 +91,7 @@ def _names_timeout(value: Any) -> bool:
         or (
             name in _CLASSES
             and isinstance(member, str)
-            and _CLASS.fullmatch(member) is not None
-            and _TIMEOUT.search(member) is not None
+            and (_TIMEOUT if _CLASS.fullmatch(member) else _PASSED).search(member) is not None
         )
         for name, member in _members(value)
     )

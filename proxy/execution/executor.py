@@ -21,7 +21,7 @@ from proxy.storage.errors import DamagedError
 from proxy.storage.records import PackedCall, RecordStore, pack_large
 from proxy.telemetry.counters import Counters
 from proxy.telemetry.timing import Timing, Timings
-from proxy.tree.keys import CallKey, private_key
+from proxy.tree.keys import CallKey, private_key, withdrawn_key
 from proxy.tree.restore_plan import has_way_back
 from proxy.tree.rollout import Outcome, Rollout
 from proxy.tree.tree import Node, Record, Tree, doubtful
@@ -219,8 +219,7 @@ class Executor:
 
     def _withdraw(self, tree: Tree, record: Record) -> None:
         """Let a record answer no more calls. It stays a step of the path to its target, where its rollouts go on."""
-        # The number of the record makes the key unique, and no look-up ever computes it.
-        key = private_key(record.key, record.id, 0)
+        key = withdrawn_key(record.key, record.id)
         self._records.save_key(record, key)
         tree.rekey(record, key)
 

@@ -61,6 +61,11 @@ def private_key(key: CallKey, rollout: int, turn: int) -> CallKey:
     return CallKey(blake2b(key + salt, digest_size=32, person=b"private").digest())
 
 
+def withdrawn_key(key: CallKey, record: int) -> CallKey:
+    """Return the key of a record that answers no more calls: no rollout looks it up."""
+    return CallKey(blake2b(key + record.to_bytes(8, "little"), digest_size=32, person=b"withdrawn").digest())
+
+
 def again_key(key: CallKey, nth: int) -> CallKey:
     """Return the key of a call's n-th repetition (0: its own key), which all rollouts that repeat it share."""
     return CallKey(blake2b(key + nth.to_bytes(8, "little"), digest_size=32, person=b"again").digest()) if nth else key

@@ -283,7 +283,7 @@ class PidOne:
         # The proxy orders the move when it has the state, and waits for `Done`. It sends nothing in between.
         report = self._switches.link.wait()
         if not isinstance(report.message, LayersSwitched):
-            # The proxy gives this sandbox up: its layers are not known any more.
+            # The proxy has moved nothing, or it gives this sandbox up: its layers are not known any more.
             self._link.send(report.message)
             return
         upper_mount, lower, table = report.fds

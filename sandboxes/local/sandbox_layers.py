@@ -8,10 +8,12 @@ import asyncio
 import os
 from socket import socket
 
-from sandboxes.errors import SandboxError
+from sandboxes.errors import NotFreezableNowError, SandboxError
 from sandboxes.host.guest_link import GuestLink
+from sandboxes.ipc.codec import pack_message
 from sandboxes.ipc.launch_messages import LayerStack, MountLayers, SwitchLayers
 from sandboxes.ipc.messages import Done
+from sandboxes.ipc.state_messages import NotFreezable
 from sandboxes.linux.descriptors import Opened
 from sandboxes.local.bases import Base
 from sandboxes.local.layers import MAX_DEPTH, LayerMeta, Upper, copied, copy_upper, mergeable
@@ -102,11 +104,11 @@ class SandboxLayers:
         layers, old = self._machine.layers, self.upper
         try:
             same_below = False
-            self._look_away()
             if meta is not None:
                 linked = meta.links == "regular" or self.linked
                 # The sandbox still has the upper mounted, but pid 1 has paused: nothing writes to it any more.
-                layers.place(old, meta, table, apart=linked)
+                await self._place(old, meta, table, apart=linked)
+                self._look_away()
                 self.stack = (old.id, *self.stack)
                 self._unkept.add(old.id)
                 # The layers that a merge replaces may be deleted, so the old root, which has them, must go.
@@ -114,6 +116,8 @@ class SandboxLayers:
                 if linked:
                     self._machine.regular_bases.add(self._base.lowers)
                     await self._copy_viewed()
+            else:
+                self._look_away()
             if same_below:
                 self._view = (old.id,)
                 self._machine.viewed.update(self._view)
@@ -135,6 +139,19 @@ class SandboxLayers:
             raise SandboxError(f"sandbox {self._link.name} could not be put on a new layer: {error}") from error
         # A layer keeps its `diff` only: overlayfs needs `work` just for the upper of a mount.
         self._machine.reaper.remove([old.folder if meta is None else f"{layers.frozen}/{old.id}/work"])
+
+    async def _place(self, upper: Upper, meta: LayerMeta, table: bytes, *, apart: bool) -> None:
+        """Make the upper a layer; if the disk fails, the sandbox goes on with it. Raises NotFreezableNowError then."""
+        try:
+            self._machine.layers.place(upper, meta, table, apart=apart)
+        except OSError as error:
+            if apart:
+                # Its files may be in two directories.
+                raise
+            reason = f"what it has written cannot be made a layer: {error}"
+            self._switches.send(pack_message(NotFreezable(reason)))
+            await self._link.next(NotFreezable)
+            raise NotFreezableNowError(reason) from error
 
     def _look_away(self) -> None:
         """Take note that the sandbox's view of what lies below its upper ends: a mount whose upper is a layer now."""

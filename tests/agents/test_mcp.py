@@ -51,6 +51,11 @@ def test_appended_mcp_is_part_of_no_name(proxy: Proxy) -> None:
     assert [tool["name"] for tool in plain] == ["exec", "read_file", "write_file"]
 
 
+def test_a_method_of_servers_needs_one(proxy: Proxy) -> None:
+    error = Agent(proxy, "/t/plain/r/none/mcp").send("prompts/get", {"name": "greet"}).json()["error"]
+    assert (error["code"], error["message"]) == (-32601, "this task has no MCP server.")
+
+
 def test_rollouts_of_the_proxy_itself_are_not_listed(proxy: Proxy) -> None:
     """The proxy asks a server for its tools in a rollout of its own, which no client can name."""
     assert Agent(proxy, "/t/m/r/lists/mcp/memory").send("tools/list").is_success

@@ -15,6 +15,7 @@ from sandboxes.guest.bash.session import (
     KEPT,
     NEEDED,
     NOWHERE,
+    RESTORE_FD,
     split_unquoted,
     wary_run,
 )
@@ -35,7 +36,9 @@ NO_LOOKUP = {"SHELL": ""}
 user's entry in /etc/passwd: 20 system calls, 0.07 ms, for a value that the session's own one replaces."""
 _POSIX_SHOPTS = frozenset({"expand_aliases", "inherit_errexit", "shift_verbose"})
 """Options that bash's POSIX mode sets when it begins."""
-_SHOWING, _DEBUG = ("verbose", "xtrace"), " DEBUG"
+_SHOWING, _FIRING = ("verbose", "xtrace"), (" DEBUG", " ERR")
+_BELOW = "__session_below"
+"""The variable that says to `RUN` that a line of ours is above the command."""
 _MAX_EARLY = 1 << 15
 """The most characters of orders on the line that lets the shell go on: a pipe has to hold them."""
 _LATER = ("traps", "options", "shopts", "builtin", "disabled", KEPT)
@@ -184,16 +187,15 @@ def _shopts(session: ShellSession, *, posix: bool) -> list[str]:
 def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
     """Return the line that lets the shell go on, and the text that it evaluates then: the agent's command.
 
-    Options and traps of the session are on the line: bash parses the text whole before it runs any of it, so a syntax
-    error would lose them, and line numbers would be wrong. Only what would act on our own lines too (xtrace, verbose,
-    DEBUG traps) begins the command.
+    Options and traps of the session are on the line. Only what would act on our own lines too (xtrace, verbose, DEBUG
+    and ERR traps) is in the text, as a line above the command: what bash cannot parse there would not take effect.
     """
     function = b"builtin" in command or (session is not None and "builtin" in session)
     needed = [] if session is None else _disabled(session, needed=True)
     disabled = _ENABLE.search(command) is not None or bool(needed)
-    wary = f"; {wary_run(function=function, disabled=disabled)}" if function or disabled else ""
+    wary = [wary_run(function=function, disabled=disabled)] if function or disabled else []
     if session is None:
-        return f"\\builtin :{wary}\n".encode() if wary else b"\n", command
+        return f"{''.join(wary)}\n".encode(), command
     # 1. On the line: options and traps that leave our own lines alone.
     options = set(session["options"])
     early = [f"\\builtin set +o {name}" for name in sorted(_DEFAULT_OPTIONS - options)]
@@ -202,27 +204,30 @@ def orders(session: ShellSession | None, command: bytes) -> tuple[bytes, bytes]:
         early += [*_hooked(session, "posix"), *_shopts(session, posix=True)]
     if "expand_aliases" not in session["shopts"]:
         early.append("\\builtin shopt -u expand_aliases")
-    extra = sorted(
-        options - _DEFAULT_OPTIONS - _HOOKED.keys(), key=lambda name: (name in {"errexit", "verbose", "xtrace"}, name)
-    )
+    extra = sorted(options - _DEFAULT_OPTIONS - _HOOKED.keys(), key=lambda name: (name == "errexit", name))
     early += [f"\\builtin set -o {name}" for name in extra if name not in {*_SHOWING, "restricted"}]
     traps = [f"\\builtin {_on_one_line(trap)}" for trap in split_unquoted(session["traps"])]
-    early += [trap for trap in traps if not trap.endswith(_DEBUG)]
+    early += [trap for trap in traps if not trap.endswith(_FIRING)]
     early += ["\\builtin set -r"] if "restricted" in options else []
-    # 2. At the beginning of the command: what would act on our own lines too.
-    late = [trap for trap in traps if trap.endswith(_DEBUG)]
-    late += [f"\\builtin set -o {name}" for name in extra if name in _SHOWING]
+    # 2. Above the command: what would act on our own lines too.
+    late = [f"\\builtin set -o {name}" for name in extra if name in _SHOWING]
+    late += [trap for trap in traps if trap.endswith(_FIRING)]
     if "builtin" in session:
         late.append(f"\\builtin eval {_on_one_line(quote(session['builtin']))}")
     if needed:
         # Last, because the lines before need them.
         late.append(f"\\builtin enable -n {' '.join(needed)}")
-    # Too long for the pipe. As a part of the command they work too, but errors then name wrong lines.
+    # Too long for the pipe.
     if sum(map(len, early)) > _MAX_EARLY:
         early, late = [], early + late
+    if late and "LINENO" not in session.get("unset", ()):
+        early.append(f"{_BELOW}=1")
+        late.insert(0, f"\\builtin unset -v {_BELOW}")
     # `read` strips characters of the user's IFS from the end of a line; here it can strip only from a comment.
-    line = "; ".join(early or ["\\builtin :"]) + f"{wary} # session\n" if early or wary else "\n"
-    return line.encode("latin-1"), "".join(f"{order}; " for order in late).encode("latin-1") + command
+    line = "; ".join(early + wary) + " # session\n" if early or wary else "\n"
+    # Bash shows no trace of commands whose errors go nowhere.
+    above = f"{{ {'; '.join(late)}; }} >&{RESTORE_FD} 2>&{RESTORE_FD}\n" if late else ""
+    return line.encode("latin-1"), above.encode("latin-1") + command
 
 
 def taken_on_later(session: ShellSession, first: ShellSession) -> ShellSession:

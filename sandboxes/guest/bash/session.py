@@ -71,8 +71,9 @@ LOST_MARK = "session-lost-its-descriptors"
 _LOST = rf"{{ \builtin printf {LOST_MARK}; \builtin exit {LOST_STATUS}; }}"
 """Ends a shell that has lost our descriptors. A command can close them. Under a low limit of open files bash cannot
 redirect anything. The mark goes to stdout without a redirection, since none works then."""
-RUN = r'\builtin eval "$(</proc/self/fd/1002)"'
-"""Runs the command. Bash would keep copies of descriptors that it closed for this from 10 on, which commands use."""
+RUN = r'\builtin eval "${__session_below:+${BASH_VERSINFO[LINENO=0]+}}$(</proc/self/fd/1002)"'
+"""Runs the command. Bash would keep copies of descriptors that it closed for this from 10 on, which commands use. A
+command below a line of ours begins with line 1 nevertheless."""
 AGAIN = r'\builtin eval "$(</proc/self/fd/1001)"; ' + _LOST
 NEEDED = {
     "alias", "builtin", "declare", "enable", "eval", "exit", "hash", "jobs", "printf", "pwd", "read", "set", "shopt",
@@ -95,7 +96,7 @@ def wary_run(*, function: bool, disabled: bool) -> str:
     """Return the text that runs a command after which `builtin` may be a function, or builtins may be disabled."""
     mended = (_BUILTINS_BACK if disabled else "") + (_FUNCTION_AWAY if function else "")
     begin = BEGIN_DUMP.replace('"$?"', '"$__session"')
-    return f"{RUN}; __session=$?{mended}; {begin}; {AGAIN}"
+    return f"{RUN}; {{ __session=$?; }} >&1000 2>&1000{mended}; {begin}; {AGAIN}"
 
 
 _READ = '-n x"${BASH_SUBSHELL-}${HISTCMD-}${LINENO-}${COMP_WORDBREAKS-}${BASH_ARGV0-}${GROUPS[@]-}"'
@@ -115,7 +116,7 @@ _CALL = (
     \builtin printf '\0%s' "$!" "$#" "$@"; \builtin printf '\0%s\0' session-end-of-dump; } >&1004 &&
     \builtin hash -r && [[ @READ@ && '' =~ ^ ]] && \builtin set +o posix; } >&1000 2>&1000 || @LOST@;
     \builtin read -t 2147483647 -r -u 1003 __session || \builtin exit;
-    \builtin eval "\builtin unset -v __session; \builtin shopt -s expand_aliases; \builtin : ''; $__session";
+    \builtin eval "\builtin unset -v __session; \builtin shopt -s expand_aliases; $__session"; \builtin eval '';
     """.replace("@LOST@", _LOST)
         .replace("@READ@", _READ)
         .strip()
@@ -123,7 +124,8 @@ _CALL = (
     )
     + f" {RUN}; {BEGIN_DUMP}"
 )
-"""One turn of the loop: finish a dump, wait, take on options, run the command, begin the next dump."""
+"""One turn of the loop: finish a dump, wait, take on options, run the command, begin the next dump. The empty `eval`
+leaves `$_` empty."""
 _ONCE = (
     rf"__session=$(</proc/self/fd/1001) || {_LOST}; "
     r'\builtin eval "\builtin unset -v __session; ${__session:0:%d}"' % len(_CALL)

@@ -42,6 +42,7 @@ OWN = [
     ("api", 400, b"Read timed out after 5 s"), ("api", 422, {"detail": "the time limit is exceeded"}),
     ("api", 200, {"status": "TimeLimitExceeded"}), ("api", 200, {"run_result": [{"timed_out": True}]}),
     ("api", 200, {"error": {"type": "asyncio.TimeoutError"}}), ("api", 200, b'{"status": "\\u0074imeout"}'),
+    ("api", 200, {"status": "Time Limit Exceeded"}), ("api", 200, {"error": "The command timed out after 30 s."}),
     ("api", 400, b"DEADLINE EXCEEDED"), ("api", 200, '{"state": "T\u0130MEOUT"}'.encode()),
     ("api", 200, {"messages": [{"text": '{"data": {"state": "timeout"}}'}], "close": None}),
     ("rex", 511, rex("pexpect.exceptions.TIMEOUT", "Timeout exceeded.")),

@@ -112,6 +112,23 @@ def test_rollouts_side_by_side_share_one_record(tmp_path: Path) -> None:
         SlowSandbox.timeouts = 1 << 30
 
 
+def test_no_rollout_finds_a_withdrawn_answer(tmp_path: Path) -> None:
+    """Numbers of records and of rollouts overlap: the answer is record two, and rollout two makes its first call."""
+
+    async def body() -> None:
+        async with engine(tmp_path, driver := MemoryDriver()) as running:
+            first = await running.tasks.rollout("task", "first")
+            for command in ("echo 1", "echo 2"):
+                await ask(running, first, command)
+            second = await running.tasks.rollout("task", "second")
+            [record] = [record for record in first.node.records.values() if record.id == second.id]
+            running.executor._withdraw(first.tree, record)
+            assert (await ask(running, second, "echo 2"))[1] is Outcome.MISS
+            assert driver.executed.count("echo 2") == 2
+
+    asyncio.run(body())
+
+
 def test_calls_that_the_spec_names_are_each_rollouts_own(tmp_path: Path) -> None:
     """They are executed by every rollout, and what follows an observation among them is shared as before."""
 

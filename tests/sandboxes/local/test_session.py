@@ -82,7 +82,7 @@ def test_commands_run_at_the_shells_top_level(data_dir: Path) -> None:
         assert (await run(sandbox, "declare v=1; local w")).code == 1
         assert (await run(sandbox, "echo $v; cat <<E\nhere\nE\necho $((1+1))\n")).out == "1\nhere\n2\n"
         assert (await run(sandbox, "cat; read x; echo $?")).out == "1\n"
-        assert (await run(sandbox, "echo $?")).out == "0\n"
+        assert (await run(sandbox, "echo $? $_")).out == "0\n"
         assert (await run(sandbox, "echo e >&2; echo $0")).outcome == ("bash\n", "e\n", 0, Effect.NONE)
         assert (await run(sandbox, "nope")).err == "bash: line 1: nope: command not found\n"
         assert (await run(sandbox, "ls /proc/self/fd")).out == "0\n1\n2\n3\n"
@@ -119,7 +119,22 @@ def test_what_is_traced_is_the_command(data_dir: Path) -> None:
         assert (await run(sandbox, "set -x; echo a")).outcome == ("a\n", "+++ echo a\n", 0, Effect.SESSION)
         assert (await run(sandbox, "echo b")).outcome == ("b\n", "+++ echo b\n", 0, Effect.NONE)
         assert (await run(sandbox, "set +x; set -v")).err == "+++ set +x\n"
-        assert (await run(sandbox, "echo c")).outcome == ("c\n", "", 0, Effect.NONE)
+        assert (await run(sandbox, "echo c")).outcome == ("c\n", "echo c\n", 0, Effect.NONE)
+
+    in_sandbox(data_dir, test)
+
+
+def test_errors_of_a_traced_session_are_bash_s_own(data_dir: Path) -> None:
+    """A syntax error shows none of our lines, and what traces the session stays. Lines are counted from 1."""
+
+    async def test(sandbox: Sandbox) -> None:
+        await run(sandbox, "set -x; trap 'echo d' DEBUG; trap 'echo e >&2' ERR")
+        error = "bash: eval: line 2: syntax error near unexpected token `fi'\nbash: eval: line 2: `fi'\n"
+        assert (await run(sandbox, "\nfi")).outcome == ("", error, 2, Effect.NONE)
+        assert (await run(sandbox, "trap - DEBUG; set +x\n(exit 3)")).err == (
+            "++++ echo d\n+++ trap - DEBUG\n+++ set +x\ne\n"
+        )
+        assert (await run(sandbox, "\nnope")).err == "bash: line 2: nope: command not found\ne\n"
 
     in_sandbox(data_dir, test)
 

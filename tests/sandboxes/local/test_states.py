@@ -1,6 +1,7 @@
 """States of the local driver: what a digest sees, what freezing keeps, what is left behind."""
 
 import asyncio
+import errno
 import io
 import os
 import shutil
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 
 from sandboxes.driver import FrozenState, Sandbox
 from sandboxes.effects import Effect
-from sandboxes.errors import NotFreezableError, SandboxError, SpecError, StateGoneError
+from sandboxes.errors import NotFreezableError, NotFreezableNowError, SandboxError, SpecError, StateGoneError
 from sandboxes.linux.files import remove_tree
 from sandboxes.local.driver import LocalDriver
 from sandboxes.local.host_base import in_sight
@@ -664,3 +665,29 @@ def test_remove_tree_leaves_the_parent_unchanged(tmp_path: Path, monkeypatch: py
     remove_tree(tree)
     assert not tree.exists()
     assert tmp_path.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_layer_without_room_harms_nothing(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk fails while a call's files become a layer. The sandbox goes on with them, and is frozen later."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async def test() -> None:
+        async with opened(local_driver(data_dir)) as driver:
+            sandbox = await driver.start(SPEC)
+            with monkeypatch.context() as patch:
+                patch.setattr("sandboxes.local.layers.Layers.place", full)
+                assert (await run(sandbox, "x=1; echo 1 > f; date +%N > g; cat f g")).code == 0
+                with pytest.raises(NotFreezableNowError, match="No space left"):
+                    await sandbox.freeze()
+                answer = await run(sandbox, "echo $x >> f; mv g h; cat f h")
+                assert answer.out.startswith("1\n1\n")
+            look = "echo $x; cat f h; ls"
+            [frozen, answer] = [await sandbox.freeze(), await run(sandbox, look)]
+            assert answer.effect is Effect.NONE
+            for restored in (await driver.restore(SPEC, frozen), sandbox):
+                assert (await run(restored, look)).out == answer.out
+                assert (await run(restored, "echo 2 > k; ls")).out == "f\nh\nk\n"
+
+    asyncio.run(test())
