@@ -324,7 +324,8 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
         if name.endswith((".yaml", ".yml")):
             return _composed(yaml.safe_load(Path(config).read_text()), name, Path(config).parent)
         if "Dockerfile" in name:
-            return ForkpointConfig(spec={"image": _built(Path(config))})
+            builder = ImageBuilder(Path(config).parent, confined=False)
+            return ForkpointConfig(spec={"image": builder({"context": ".", "dockerfile": name})})
         return ForkpointConfig(spec=json.loads(Path(config).read_text()))
     if config is None:
         return ForkpointConfig()
@@ -332,12 +333,6 @@ def _config(config: BaseModel | str | None) -> ForkpointConfig:
     if hasattr(config, "services"):
         return _composed(config.model_dump(by_alias=True, exclude_none=True), "The compose file")
     raise TypeError(f"the sandbox's configuration is a ForkpointConfig or the name of a file, not {config!r}")
-
-
-def _built(dockerfile: Path) -> str:
-    """Return the image of a Dockerfile, whose context is its directory. Raises ValueError if it cannot be built."""
-    builder = ImageBuilder(dockerfile.parent, confined=False)
-    return builder({"context": ".", "dockerfile": dockerfile.name})
 
 
 def _composed(file: Any, name: str, folder: Path | None = None) -> ForkpointConfig:

@@ -170,7 +170,8 @@ def _listen(settings: Settings) -> socket.socket:
     try:
         # Without an address, IPv6 and IPv4 alike.
         both = settings.host == "::" and socket.has_dualstack_ipv6()
-        address, family = (settings.host, settings.port), _family(settings.host)
+        family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+        address = (settings.host, settings.port)
         return socket.create_server(address, backlog=4096, family=family, dualstack_ipv6=both)
     except OSError as error:
         raise StartError(
@@ -207,10 +208,6 @@ def _join(settings: Settings) -> "Joined | None":
         return join(settings)
     except ClusterError as error:
         raise StartError(str(error)) from error
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def _drivers(settings: Settings) -> dict[str, Driver]:

@@ -26,7 +26,7 @@ def loads_of(tasks: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return {member: sum(loads.values()) for member, loads in tasks.items()}
 
 
-def plan_moves(tasks: Mapping[str, Mapping[str, int]], bound: float = BOUND) -> list[Move]:
+def plan_moves(tasks: Mapping[str, Mapping[str, int]]) -> list[Move]:
     """Return the moves after which no member has more than its bound, or which come as near to it as whole tasks can.
 
     Each move takes the most loaded member above the bound and the least loaded one, and of the first one's tasks the
@@ -34,7 +34,7 @@ def plan_moves(tasks: Mapping[str, Mapping[str, int]], bound: float = BOUND) -> 
     moves once at most. O(members) for each move.
     """
     loads, moves = loads_of(tasks), list[Move]()
-    most = bound * sum(loads.values()) / len(loads)
+    most = BOUND * sum(loads.values()) / len(loads)
     # A task that has moved is in no list any more.
     left = {member: sorted((load, task) for task, load in own.items()) for member, own in tasks.items()}
     above = {member for member, load in loads.items() if load > most}

@@ -96,7 +96,7 @@ class HitFirst(asyncio.Protocol):
         self._state, self._reader = _State.READING, RequestReader()
         self._held = b""
         self._answered, self._began = 0, 0.0
-        self._idle = IdleTimer(self, config.timeout_keep_alive, self._loop)
+        self._idle = IdleTimer(self.expire, config.timeout_keep_alive, self._loop)
         self._writable = asyncio.Event()
         # Starts writable: asyncio reports only the changes of a transport's buffer.
         self._writable.set()

@@ -1,22 +1,15 @@
 """The end of connections on which nothing happens."""
 
 import asyncio
-from typing import Protocol
-
-
-class IdleConnection(Protocol):
-    """A connection as its timer sees it."""
-
-    def expire(self) -> bool:
-        """Close the connection if it is between two requests; return whether it has to be looked at again."""
-        ...
+from collections.abc import Callable
 
 
 class IdleTimer:
     """Looks at a connection that had no response for a while, and finds out how long it really was idle."""
 
-    def __init__(self, connection: IdleConnection, limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
-        self._connection, self._limit_s, self._loop = connection, limit_s, loop
+    def __init__(self, expire: Callable[[], bool], limit_s: float, loop: asyncio.AbstractEventLoop) -> None:
+        """Create a timer. `expire` closes the connection if it is between two requests; False: look at it no more."""
+        self._expire, self._limit_s, self._loop = expire, limit_s, loop
         self._since_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
@@ -35,5 +28,5 @@ class IdleTimer:
     def _check(self) -> None:
         rest_s = self._since_s + self._limit_s - self._loop.time()
         # Responses came meanwhile, or the connection is within a request: looked at again later.
-        if rest_s > 0 or self._connection.expire():
+        if rest_s > 0 or self._expire():
             self._timer = self._loop.call_later(rest_s if rest_s > 0 else self._limit_s, self._check)

@@ -120,18 +120,15 @@ class RequestReader:
             self.is_refused = True
             raise ValueError("the request line is not one of HTTP/1.1 to an origin server")
         if len(self.headers) > MAX_HEADERS or self._fruitless_bytes > MAX_HEAD_BYTES:
-            self._require_small_head()
+            # The head itself is measured: the bytes that were counted may hold a part of the body too.
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+            if len(self.headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
+                self._refuse_size()
         self._fruitless_bytes = 0
         self.expects_continue = any(name == b"expect" for name, _ in self.headers)
         keep_alive: bool = self._parser.should_keep_alive()
         self.is_plain = version == "1.1" and keep_alive and not self.expects_continue
         self.has_head = True
-
-    def _require_small_head(self) -> None:
-        """Measure the head itself: the bytes that were counted may hold a part of the body too."""
-        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if len(self.headers) > MAX_HEADERS or size > MAX_HEAD_BYTES:
-            self._refuse_size()
 
     def on_body(self, body: bytes) -> None:
         """Add a piece of the body."""

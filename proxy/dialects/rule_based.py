@@ -238,16 +238,13 @@ class Declared(Dialect):
         if self._rules.bind and response.body:
             value = json_value(response.body)
             if value is not None and isinstance(value[0], dict):
-                body = orjson.dumps(renamed(value[0], self._rules.bind, OUR_NAME, self._client_name(request)))
+                meaning = self.read(request)
+                client_name = "" if isinstance(meaning, Local) else meaning.rollout
+                body = orjson.dumps(renamed(value[0], self._rules.bind, OUR_NAME, client_name))
                 length = str(len(body))
                 headers = tuple((n, length if n.lower() == "content-length" else v) for n, v in headers)
                 return Response(response.status, headers, body)
         return replace(response, headers=headers)
-
-    def _client_name(self, request: Request) -> str:
-        """Return the name under which a client knows its rollout."""
-        meaning = self.read(request)
-        return "" if isinstance(meaning, Local) else meaning.rollout
 
     def _client_address(self, name: str, value: str, request: Request) -> str:
         """Return a header's value with the client's address of the endpoint in place of the server's own."""

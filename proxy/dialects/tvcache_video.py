@@ -84,20 +84,12 @@ def _local(reply: dict[str, Any]) -> Local:
 # -- arguments: texts, some of which hold a Python tuple ---------------------------------------------------------------
 
 
-def _name(argument: Any) -> dict[str, Any]:
-    return {"name": _as_text(argument)}
+def _text_as(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda argument: {name: _as_text(argument)}
 
 
 def _nothing(_argument: Any) -> dict[str, Any]:
     return {}
-
-
-def _description(argument: Any) -> dict[str, Any]:
-    return {"description": _as_text(argument)}
-
-
-def _question(argument: Any) -> dict[str, Any]:
-    return {"question": _as_text(argument)}
 
 
 def _as_text(argument: Any) -> str:
@@ -137,12 +129,12 @@ def _is_number(value: Any) -> bool:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "load_video_into_sandbox": ("load_video", _name),
+    "load_video_into_sandbox": ("load_video", _text_as("name")),
     "preprocess": ("preprocess", _nothing),
     "caption_retrieval": ("caption_retrieval", _span),
-    "segment_localization": ("segment_localization", _description),
+    "segment_localization": ("segment_localization", _text_as("description")),
     "visual_question_answering": ("visual_question_answering", _question_and_segment),
-    "object_memory_querying": ("object_memory_querying", _question),
+    "object_memory_querying": ("object_memory_querying", _text_as("question")),
 }
 
 

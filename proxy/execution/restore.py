@@ -201,11 +201,6 @@ class Restorer:
         assert slot.sandbox is not None
         await rest(slot.sandbox, dwell_s)
 
-    async def _make_ready(self, tree: Tree) -> None:
-        # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
-        driver_of(self._drivers, tree.spec)
-        await self._elsewhere.fetch_recordings(tree)
-
     async def _lease(
         self,
         tree: Tree,
@@ -220,7 +215,9 @@ class Restorer:
 
         The owner is the id of a rollout, or an `Owner`. None is a warm fork, made from snapshots and replays alone.
         """
-        await self._make_ready(tree)
+        # A tree may be older than the settings that turned its driver off. It can be viewed, but nothing runs in it.
+        driver_of(self._drivers, tree.spec)
+        await self._elsewhere.fetch_recordings(tree)
         # Only within this lease: a snapshot that failed once may well be restored by the next one.
         failed: dict[Node, SandboxError] = {}
         missed: set[Record] = set()

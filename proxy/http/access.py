@@ -324,7 +324,8 @@ def _decoded(credentials: str) -> str:
 
 def _remove(scope: Scope, token: str) -> None:
     """Remove the headers and the subprotocols that hold a token from a request."""
-    scope["headers"] = _without(scope["headers"], token)
+    secret = token.encode("latin-1")
+    scope["headers"] = [(name, value) for name, value in scope["headers"] if name != HEADER and secret not in value]
     if "subprotocols" in scope:
         scope["subprotocols"] = [name for name in scope["subprotocols"] if token not in name]
 
@@ -356,8 +357,3 @@ def _presented(headers: ReceivedHeaders) -> Iterable[str]:
         elif name == b"sec-websocket-protocol":
             offered = (name.strip() for name in text.split(","))
             yield from (name.removeprefix(_SUBPROTOCOL) for name in offered if name.startswith(_SUBPROTOCOL))
-
-
-def _without(headers: ReceivedHeaders, token: str) -> list[tuple[bytes, bytes]]:
-    secret = token.encode("latin-1")
-    return [(name, value) for name, value in headers if name != HEADER and secret not in value]

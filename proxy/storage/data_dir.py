@@ -81,10 +81,6 @@ def directory_of(data: Path, number: int) -> Path:
     return data / f"worker-{number}"
 
 
-def _is_workers(directory: Path) -> bool:
-    return directory.name.startswith("worker-")
-
-
 def require_undivided(data: Path) -> None:
     """Raise StoreError if a data directory has a store for each of several workers, instead of one store."""
     count = workers_of(data)
@@ -110,7 +106,7 @@ def owning(data: Path) -> Iterator[DirLock]:
         # version, which locks only the directories of its drivers and does not end.
         until_s = time.monotonic() + _ENDING_S
         while used := [directory for directory in below if not is_unowned(directory)]:
-            if time.monotonic() > until_s or not all(map(_is_workers, used)):
+            if time.monotonic() > until_s or not all(each.name.startswith("worker-") for each in used):
                 raise StoreError(f"{data} is in use by another process. Stop it, or choose another data directory.")
             time.sleep(0.05)
         yield ownership

@@ -117,12 +117,8 @@ class Outlet:
                 await self._tunnel(incoming, target, exchange)
                 return
             response, outcome = await self._fetch(request, target)
-        except RefusedError as error:
-            self._note(exchange, "refused", error.status, str(error))
-            await incoming.refuse(error.status, str(error))
-            return
-        except FailedError as error:
-            self._note(exchange, "failed", error.status, str(error))
+        except (RefusedError, FailedError) as error:
+            self._note(exchange, "refused" if isinstance(error, RefusedError) else "failed", error.status, str(error))
             await incoming.refuse(error.status, str(error))
             return
         with response.body:

@@ -3,7 +3,6 @@
 import fcntl
 import os
 import termios
-from collections.abc import Callable
 
 from sandboxes.guest.anchors.anchor import ShellStartError
 from sandboxes.guest.bash import session as session_texts
@@ -25,17 +24,17 @@ shopt -s expand_aliases; set -mH; export TERM=xterm-256color; unset PROMPT_COMMA
 """What turns a restored session's shell into one for people: aliases, job control, history, a prompt."""
 
 
-def give(link: DriverLink, start: Callable[[], int]) -> None:
+def give(link: DriverLink, shells: Shells, *, columns: int, rows: int) -> None:
     """Answer `OpenTerminal`: start a shell on a terminal, and give the proxy our end."""
     try:
-        end = start()
+        end = _start_shell(shells, columns, rows)
     except (OSError, ShellStartError) as error:
         link.send(TerminalFailed(f"no terminal can be had: {error}"))
         return
     link.hand_over(TerminalOpened(), [end])
 
 
-def start_shell(shells: Shells, *, columns: int, rows: int) -> int:
+def _start_shell(shells: Shells, columns: int, rows: int) -> int:
     """Start a bash in the main session's state on a new terminal; return the master end."""
     # In the sandbox's own devpts instance, so the number is free there and the host sees no terminal.
     master, slave = os.openpty()

@@ -419,14 +419,11 @@ def _own_groups() -> dict[str, Path]:
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
             if controller in mounts:
-                groups[controller] = _own_group(mounts[controller], path)
+                group = mounts[controller] / path.lstrip("/")
+                # Without a cgroup namespace, a container sees its path as the host does, and that path is not in its
+                # mount.
+                groups[controller] = group if group.is_dir() else mounts[controller]
     return groups
-
-
-def _own_group(mount: Path, path: str) -> Path:
-    group = mount / path.lstrip("/")
-    # Without a cgroup namespace, a container sees its path as the host does, and that path is not in its mount.
-    return group if group.is_dir() else mount
 
 
 def mount_points() -> dict[str, Path]:

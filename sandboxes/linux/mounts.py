@@ -82,7 +82,10 @@ def switch(root: int, kept: list[str]) -> None:
     for mount_point in ("/proc", "/dev", "/sys", *kept):
         # Relative to the new root, which is the working directory.
         kernel.move(mount_point, mount_point.lstrip("/"))
-    _pivot()
+    # With both arguments equal the old root is stacked on the new one and can be detached (pivot_root(2), notes).
+    kernel.pivot_root(".", ".")
+    kernel.unmount(".")
+    os.chdir("/")
 
 
 def mount_for_services(roots: Iterable[str], shared: Iterable[Sequence[str]]) -> None:
@@ -130,13 +133,6 @@ def show_message_queues() -> None:
     for place in [mount.split()[4] for mount, rest in lines if rest.split()[0] == "mqueue"]:
         kernel.unmount(place)
         kernel.mount("mqueue", place, "mqueue", _PROC_FLAGS)
-
-
-def _pivot() -> None:
-    # With both arguments equal the old root is stacked on the new one and can be detached (pivot_root(2), notes).
-    kernel.pivot_root(".", ".")
-    kernel.unmount(".")
-    os.chdir("/")
 
 
 def _fill_dev(nodes: dict[str, int]) -> None:

@@ -104,7 +104,7 @@ class PidOne:
                 case ListPages():
                     self._link.send(PagesListed(own_pages()))
                 case OpenTerminal():
-                    self._open_terminal(request)
+                    terminal.give(self._link, self._shells, columns=request.columns, rows=request.rows)
                 case _ if isinstance(request, CallRequest):
                     self._call(request, envelope)
 
@@ -147,10 +147,6 @@ class PidOne:
             self._shells.end()
             names = list(self._shells.sessions) or ["main"]
         self._shells.renew(names)
-
-    def _open_terminal(self, request: OpenTerminal) -> None:
-        columns, rows = request.columns, request.rows
-        terminal.give(self._link, lambda: terminal.start_shell(self._shells, columns=columns, rows=rows))
 
     # -- states ------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from proxy.control.views.resources import node_name
 from proxy.refusals import RefusalError
 from proxy.tree.tree import Node, Tree
 from sandboxes.driver import fulfils
-from sandboxes.inspection import FileEntry, FrozenPath, ReadableStates
+from sandboxes.inspection import FrozenPath, ReadableStates
 
 _CHUNK = 1 << 20
 """Bytes of a file that are read at a time."""
@@ -82,7 +82,10 @@ async def read_node_file(
             chunks(found.file, entry.size_bytes), media_type="application/octet-stream", headers=headers
         )
     if entry.kind == "directory":
-        entries = [_entry_view(name, each) for name, each in found.entries.items()]
+        entries = [
+            EntryView(name=json_text(name), url=quote(os.fsencode(name)), **file_facts(each))
+            for name, each in found.entries.items()
+        ]
         view = FolderView(node=name, path=shown, entries=entries, truncated=found.truncated, base=found.base)
         return JSONResponse(view.model_dump(), headers=_SAFE)
     if entry.kind == "symlink":
@@ -120,7 +123,3 @@ def chunks(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
         while size_bytes > 0 and (chunk := file.read(min(_CHUNK, size_bytes))):
             size_bytes -= len(chunk)
             yield chunk
-
-
-def _entry_view(name: str, entry: FileEntry) -> EntryView:
-    return EntryView(name=json_text(name), url=quote(os.fsencode(name)), **file_facts(entry))

@@ -299,10 +299,8 @@ def _statements(text: str) -> tuple[list[str], list[str]]:
             raise MalformedDumpError(f"{statement[:40]!r} declares nothing")
         if match[2].startswith(_OWN):
             continue
-        if match[2] not in _VOLATILE:
-            declared[match[2]] = statement
-        elif _DYNAMIC.get(match[2], "") not in match[1]:
-            # It was unset and set again: since then it is an ordinary variable.
+        # A volatile one without its attribute was unset and set again: since then it is an ordinary variable.
+        if match[2] not in _VOLATILE or _DYNAMIC.get(match[2], "") not in match[1]:
             declared[match[2]] = statement
         else:
             ordinary.discard(match[2])

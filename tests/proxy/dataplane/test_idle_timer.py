@@ -21,7 +21,7 @@ class Busy:
 def test_connection_is_looked_at_until_it_expires() -> None:
     async def go() -> None:
         connection = Busy()
-        timer = IdleTimer(connection, 0.001, asyncio.get_running_loop())
+        timer = IdleTimer(connection.expire, 0.001, asyncio.get_running_loop())
         timer.restart()
         async with asyncio.timeout(30):
             await connection.over.wait()
@@ -33,7 +33,7 @@ def test_connection_is_looked_at_until_it_expires() -> None:
 def test_cancelled_timer_looks_no_more() -> None:
     async def go() -> None:
         connection = Busy()
-        timer = IdleTimer(connection, 0, asyncio.get_running_loop())
+        timer = IdleTimer(connection.expire, 0, asyncio.get_running_loop())
         timer.restart()
         timer.cancel()
         for _ in range(3):

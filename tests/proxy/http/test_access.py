@@ -231,6 +231,20 @@ def test_token_file_may_hold_digests(tmp_path: Path) -> None:
             read_tokens(None, file)
 
 
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [(b"authorization", f"Bearer {BOB}"), (b"x-api-key", BOB), (b"x-forkpoint-token", BOB), (b"x-other", f"a {BOB} b")],
+)
+def test_admitted_request_has_no_token_left(tmp_path: Path, header: bytes, value: str) -> None:
+    """What is behind the door records headers and sends them on."""
+    (tmp_path / "tokens").write_text(f"{BOB} bob-*\n")
+    kept = (b"host", b"localhost")
+    sent = [kept, (b"x-api-key", BOB.encode()), (b"x-forkpoint-token", b"another"), (header, value.encode())]
+    scope = {"path": "/t/bob-1/r/r/shell/exec", "headers": sent, "subprotocols": ["chat", f"forkpoint.{BOB}"]}
+    Access(read_tokens(None, tmp_path / "tokens")).admit(scope, lambda _: None)
+    assert (scope["headers"], scope["subprotocols"]) == ([kept], ["chat"])
+
+
 def test_changed_token_file_needs_no_restart(tmp_path: Path) -> None:
     """A new token is known at the next request, a revoked one unknown; a file that cannot be used changes nothing."""
     file = tmp_path / "tokens"
