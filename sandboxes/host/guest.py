@@ -1,6 +1,8 @@
 """A sandbox as its calls see it: the link to its supervisor, and the steps before and after each call."""
 
 import asyncio
+import functools
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +14,17 @@ from sandboxes.host.guest_link import GuestLink
 from sandboxes.ipc.channel import Channel
 from sandboxes.ipc.codec import AnswerT, Envelope, IpcRequest
 from sandboxes.ipc.messages import CallDone
+
+_log = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=1)
+def note_shortage(_minute: int) -> None:
+    """Log, once a minute, why calls are no hits for others; see `linux.user_counts`."""
+    _log.warning(
+        "answers are their rollouts' own: the user of the sandboxes has no inotify instance, whole pipe or descriptor "
+        "under way left. Raise fs.pipe-user-pages-soft or fs.inotify.max_user_instances, or lower max_sandboxes"
+    )
 
 
 class Guest:
@@ -60,6 +73,8 @@ class Guest:
                 f"sandbox {self.link.name} was ended: {LITTLE_ROOM} at {self._folder}, or it holds the inotify "
                 "instances or sent descriptors that all sandboxes of this machine share"
             )
+        if done.message.short:
+            note_shortage(int(time.monotonic() // 60))
         # Begun and not awaited: the agent gets its answer, and the next call waits in `settle`.
         self.pending = self._after_call(done.message)
         return done

@@ -120,7 +120,7 @@ def test_health_needs_no_token(closed_proxy: Running) -> None:
 
 
 @pytest.mark.parametrize("header", ["authorization", "x-api-key", "x-forkpoint-token"])
-def test_token_is_removed_from_every_header(closed_proxy: Running, header: str) -> None:
+def test_token_is_taken_from_every_header(closed_proxy: Running, header: str) -> None:
     value = f"Bearer {ROOT}" if header == "authorization" else ROOT
     for _ in range(2):
         answer = closed_proxy.client.post("/t/tok/r/r/shell/exec", content=BODY, headers={header: value})

@@ -10,6 +10,7 @@ import pytest
 
 from sandboxes.calls import ToolCall
 from sandboxes.driver import Sandbox
+from sandboxes.host.guest import note_shortage
 from sandboxes.linux.descriptors import Opened, close_all
 from sandboxes.pool.room import SANDBOX_PIPE_PAGES
 from sandboxes.spec import EnvironmentSpec
@@ -56,8 +57,9 @@ def _pages() -> int:
 
 @pytest.mark.alone
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may hold more in pipes than it may")
-def test_answers_of_a_shortage_are_their_rollouts_own(data_dir: Path) -> None:
+def test_answers_of_a_shortage_are_their_rollouts_own(data_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A new pipe is smaller then: a write that fits otherwise does not, and a program that tests it fails."""
+    note_shortage.cache_clear()
 
     async def told(sandbox: Sandbox) -> tuple[bytes, bool]:
         execution = await sandbox.execute(ToolCall("shell", "exec", {"command": READ, "session": "main"}))
@@ -76,6 +78,7 @@ def test_answers_of_a_shortage_are_their_rollouts_own(data_dir: Path) -> None:
             finally:
                 close_all(pipes)
             assert (small != whole[0], shared) == (True, False)
+            assert "fs.pipe-user-pages-soft" in caplog.text
             assert await told(sandbox) == whole
 
     asyncio.run(go())
