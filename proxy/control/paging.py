@@ -78,7 +78,8 @@ class ListQuery:
     def part(self, rows: Sequence[E], total: int, order: Callable[[E], Order]) -> PagePart[E]:
         """Return the part that begins with these rows after the cursor: `limit`, and one more if a page follows."""
         shown = list(rows[: self.limit])
-        return PagePart(shown, total, self._cursor(order(shown[-1])) if len(rows) > self.limit else None)
+        following = packed_cursor([self._sort, *order(shown[-1])]) if len(rows) > self.limit else None
+        return PagePart(shown, total, following)
 
     def sql(self, *columns: str) -> tuple[str, dict[str, Any]]:
         """Return the end of a page's query, and its values. The last column is unique. Raises RefusalError (422)."""
@@ -96,9 +97,6 @@ class ListQuery:
         if self.after is None:
             return True
         return place < self.after if self.descending else place > self.after
-
-    def _cursor(self, place: Order) -> str:
-        return packed_cursor([self._sort, *place])
 
     @property
     def _sort(self) -> str:

@@ -25,7 +25,8 @@ _FILES_PER_REQUEST = 50
 
 async def diff(forks: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> views.DiffView:
     """Return what changed from node a to node b of the same tree. Errors as for `ScratchForks.at`."""
-    view = views.DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=_same(a, b))
+    same = a is b or (a.state is not None and a.state == b.state)
+    view = views.DiffView(task=task, a=f"n{a.id}", b=f"n{b.id}", same=same)
     if a is b:
         return view.model_copy(update={"files": [], "sessions": [], "databases": []})
     async with forks.at(tree, a) as before, forks.at(tree, b) as after:
@@ -34,10 +35,6 @@ async def diff(forks: ScratchForks, task: str, tree: Tree, a: Node, b: Node) -> 
             change for name in tree.spec.databases if (change := await _database(tree.spec, name, before, after))
         ]
     return view
-
-
-def _same(a: Node, b: Node) -> bool:
-    return a is b or (a.state is not None and a.state == b.state)
 
 
 async def _files(view: views.DiffView, before: Sandbox, after: Sandbox, driver: str) -> None:
