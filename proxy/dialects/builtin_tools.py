@@ -130,10 +130,6 @@ _SHELL = (
 # -- sql -------------------------------------------------------------------------------------------------------------
 
 
-def _sql(tool: str) -> Make:
-    return lambda arguments, spec: sql.parse("POST", tool, "", orjson.dumps(arguments), spec)
-
-
 def _sql_result(response: Response) -> Result | None:
     value = _object(response, {"error"})
     return value and _structured(value, response.body.decode(), failed=value["error"] is not None)
@@ -149,15 +145,10 @@ _FORMAT: Schema = {"enum": ["json", "table", "markdown", "csv", "skyrl"], "defau
 
 def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> McpTool:
     return McpTool(
-        name,
-        description,
-        {**properties, **_DATABASE},
-        required,
-        reads,
-        _sql(name),
-        lambda spec: bool(spec.databases),
-        _sql_result,
-    )
+        name, description, {**properties, **_DATABASE}, required, reads,
+        lambda arguments, spec: sql.parse("POST", name, "", orjson.dumps(arguments), spec),
+        lambda spec: bool(spec.databases), _sql_result,
+    )  # fmt: skip
 
 
 _SQL = (

@@ -36,7 +36,7 @@ def read(request: Request, make: MakeCall) -> Meaning:
     """Return what a request means. Raises RefusalError: 400 as the authors' server, or 405."""
     if request.method != "POST":
         raise RefusalError(405, "method", "this takes POST with a JSON body.")
-    body = _body(request)
+    body = json_object(request.body, status=400)
     verb = request.path.strip("/")
     rollout = request.rollout or named("rollout", _text(body, "sandbox_id"))
     if verb == "start":
@@ -66,10 +66,6 @@ def _execute(body: Mapping[str, Any], rollout: str, request: Request, make: Make
     return Call(call, call_key(call), rollout=rollout, bound=True, existing=not request.rollout)
 
 
-def _body(request: Request) -> dict[str, Any]:
-    return json_object(request.body, status=400)
-
-
 def _text(body: Mapping[str, Any], member: str) -> str:
     value = body.get(member)
     if not isinstance(value, str) or not value:
@@ -82,14 +78,6 @@ def _local(reply: dict[str, Any]) -> Local:
 
 
 # -- arguments: texts, some of which hold a Python tuple ---------------------------------------------------------------
-
-
-def _text_as(name: str) -> Callable[[Any], dict[str, Any]]:
-    return lambda argument: {name: _as_text(argument)}
-
-
-def _nothing(_argument: Any) -> dict[str, Any]:
-    return {}
 
 
 def _as_text(argument: Any) -> str:
@@ -129,12 +117,12 @@ def _is_number(value: Any) -> bool:
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "load_video_into_sandbox": ("load_video", _text_as("name")),
-    "preprocess": ("preprocess", _nothing),
+    "load_video_into_sandbox": ("load_video", lambda argument: {"name": _as_text(argument)}),
+    "preprocess": ("preprocess", lambda _: {}),
     "caption_retrieval": ("caption_retrieval", _span),
-    "segment_localization": ("segment_localization", _text_as("description")),
+    "segment_localization": ("segment_localization", lambda argument: {"description": _as_text(argument)}),
     "visual_question_answering": ("visual_question_answering", _question_and_segment),
-    "object_memory_querying": ("object_memory_querying", _text_as("question")),
+    "object_memory_querying": ("object_memory_querying", lambda argument: {"question": _as_text(argument)}),
 }
 
 
@@ -143,7 +131,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 
 def answer(response: Response, request: Request) -> Response:
     """Return a recorded response in the authors' form, errors in `result` too: their client reads only that."""
-    command = _body(request).get("command", "")
+    command = json_object(request.body, status=400).get("command", "")
     value = orjson.loads(response.body)
     if "error" in value:
         message = value["error"]["message"]

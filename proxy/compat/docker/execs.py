@@ -6,6 +6,7 @@ the rollout. An instance is kept in memory after its end, because clients then a
 
 import asyncio
 import secrets
+from functools import partial
 
 from proxy.compat.docker import requests, responses
 from proxy.compat.docker.calls import ContainerCalls
@@ -86,10 +87,7 @@ class ContainerExecs:
         rollout, spec = await self._begin(instance), instance.spec
         activity = self._registry.activity(instance.container)
         sink = OutputSink(connection.send, spec.streams, tty=spec.tty)
-
-        def open_stream() -> None:
-            connection.open(tty=spec.tty)
-
+        open_stream = partial(connection.open, tty=spec.tty)
         listener = OutputListener([sink], open_stream, connection.disconnected)
         # Normally the start of the process opens the stream, so that errors before it are HTTP responses.
         opening = asyncio.get_running_loop().call_later(HEAD_DELAY_S, open_stream)

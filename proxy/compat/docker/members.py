@@ -23,8 +23,7 @@ PROJECT, SERVICE = "com.docker.compose.project", "com.docker.compose.service"
 """Labels that compose gives its containers; networks and volumes have the first one, too."""
 VOLUME = "com.docker.compose.volume"
 OUTPUT = "/.output"
-"""The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call like others.
-"""
+"""The file of a side service that has what it printed. It is part of the state, so `docker logs` is a call."""
 _ONE_OFF, _DEPENDS_ON = "com.docker.compose.oneoff", "com.docker.compose.depends_on"
 _RUN = f'"$@" >>{OUTPUT} 2>&1 || {{ c=$?; cat {OUTPUT}; exit $c; }}'
 """Runs a service's command and keeps its output. If the command fails, the start of the sandbox reports the output."""

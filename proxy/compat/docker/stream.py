@@ -25,18 +25,13 @@ STDIN_TIMEOUT_S = 30.0
 MAX_BUFFERED_BYTES = 1 << 20
 """Unread bytes of stdin at which reading from the connection pauses."""
 PROBE_S = 1.0
-"""Interval of the empty frames that reveal a dead client.
-
-Its stdin usually ended before, so the end of stdin reveals nothing. A background process is detached this late.
-"""
+"""Interval of the empty frames that reveal a dead client, whose stdin has usually ended before. A background process is
+detached this late."""
 HEAD_PAUSE_S = 0.02
 """Delay between head and output for clients that lose what arrives with the head; two packets then stay apart."""
 PADDED_HEAD_BYTES = 8192
-"""Size of the head for clients that lose what arrives with the head.
-
-Docker's Python SDK reads the head through a buffer of this size and the stream without it. What the buffer contains
-after the head is lost. A head that fills the buffer leaves no room, and the output follows `HEAD_PAUSE_S` later.
-"""
+"""Size of the head for Docker's Python SDK, which loses what its buffer of this size contains after the head. A head
+that fills the buffer leaves no room for output, which follows `HEAD_PAUSE_S` later."""
 _UPGRADED = "HTTP/1.1 101 UPGRADED\r\nConnection: Upgrade\r\nUpgrade: tcp\r\n"
 _RAW, _FRAMES = "application/vnd.docker.raw-stream", "application/vnd.docker.multiplexed-stream"
 

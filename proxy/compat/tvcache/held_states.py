@@ -25,10 +25,6 @@ class _HeldSandbox:
     sandbox: str
     leases: list[float] = field(default_factory=list)
 
-    def is_leased(self, now: float) -> bool:
-        self.leases = [end for end in self.leases if end > now]
-        return bool(self.leases)
-
 
 class HeldStates:
     """The sandboxes of one tree by the number of their node, the least recently used first; its clock is monotonic."""
@@ -71,7 +67,8 @@ class HeldStates:
         for number, held in list(self._held.items()):
             if len(self._held) <= MAX_HELD:
                 break
-            if not held.is_leased(now):
+            held.leases = [end for end in held.leases if end > now]
+            if not held.leases:
                 stopped.append(self._held.pop(number).sandbox)
         return stopped
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import partial
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.lifecycle import BackgroundWork
@@ -36,7 +37,7 @@ class ChainWalkers:
         self._context = context
         self._walkers: dict[tuple[str, Hashable, int], _Walker] = {}
         context.lifecycle.background.append(BackgroundWork("end idle clients", _EVERY_S, self._end_idle))
-        context.lifecycle.before_close.append(self._end_all)
+        context.lifecycle.before_close.append(partial(self._end, before=float("inf")))
 
     async def count_hit(self, task: Task, client: Hashable, labels: Labels, record: Record) -> None:
         """Count a hit. The library looks an answer up twice, first whether it exists: that counts once."""
@@ -76,9 +77,6 @@ class ChainWalkers:
 
     async def _end_idle(self) -> None:
         await self._end(before=time.monotonic() - IDLE_S)
-
-    async def _end_all(self) -> None:
-        await self._end(before=float("inf"))
 
     async def _end(self, *, before: float) -> None:
         for key, walker in list(self._walkers.items()):

@@ -47,3 +47,15 @@ def test_unknown_names_release_nothing() -> None:
     held = HeldStates()
     held.release("nobody")
     assert held.lease_all() == []
+
+
+def test_lease_keeps_a_sandbox_until_it_ends() -> None:
+    """While all have leases, the new sandbox itself is given back; afterwards the oldest one goes."""
+    now = [0.0]
+    held = HeldStates(lambda: now[0])
+    for number in range(1, MAX_HELD + 1):
+        held.put(Node(number), f"env{number}")
+    held.lease_all()
+    assert held.put(Node(MAX_HELD + 1), "new") == ["new"]
+    now[0] = LEASE_S + 1
+    assert held.put(Node(MAX_HELD + 2), "newer") == ["env1"]
