@@ -39,6 +39,8 @@ def test_items_come_once_while_others_come_and_go(
         wanted = query.at(cursor) if cursor else query
         part = from_store(entries, wanted) if in_store else wanted.sorted_part(entries, lambda row: row)
         assert (part.total, len(part.entries) <= limit) == (len(entries), True)
+        # What follows is empty only where all of it has gone meanwhile.
+        assert part.entries or goes or not cursor
         seen += part.entries
         cursor, entries = part.next, stays | comes
     assert seen == sorted(set(seen), reverse=descending)
