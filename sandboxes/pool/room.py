@@ -18,8 +18,9 @@ SANDBOX_BYTES = 12 << 20
 SANDBOX_DESCRIPTORS = 8
 """File descriptors that the proxy holds for a sandbox, rounded up: 5 were measured."""
 SANDBOX_PIPE_PAGES = 12
-"""Pages that the pipes to a sandbox's shells may hold between calls, of the kernel's bound for each user (pipe(7)): beyond,
-answers may show that pipes are small, and are their rollouts' own (`linux/user_counts`). Tool servers hold 48 more."""
+"""Pages that the pipes to a sandbox's shells may hold between calls; a tool server has up to 48 more. The kernel bounds
+them for each user (pipe(7)): beyond, answers may show that pipes are small, and are their rollouts' own
+(`linux/user_counts`)."""
 SANDBOX_PROCESSES = 8
 """Processes of a sandbox: 3 were measured, and a command has some of its own."""
 _MEMORY_SHARE = 2
