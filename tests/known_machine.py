@@ -14,6 +14,7 @@ from pathlib import Path
 
 from proxy.cli import doctor
 from proxy.settings import Settings
+from sandboxes import plugins
 from sandboxes.linux.syscalls import OLDER_MOUNTS
 from sandboxes.local import host_base
 from snapshots.criu import binary
@@ -50,6 +51,9 @@ def look() -> None:
                 binary._probe_kernel(path)
     with tempfile.TemporaryDirectory(prefix="forkpoint-test-", dir="/var/tmp") as folder:
         device, tried = Path(folder).stat().st_dev, _try(Path(folder), Settings().driver_names)
+    # A fork may have other packages on its path.
+    plugins.installed.cache_clear()
+    plugins.load.cache_clear()
     works = {requirement.driver: requirement for requirement in tried if requirement.ok}
 
     def trials(data_dir: Path, names: Sequence[str]) -> list[doctor.Requirement]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from sandboxes.guest.anchors.native_anchor import NativeAnchor
-from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable, narrow, widen
+from sandboxes.guest.anchors.shell_kit import TEXTS, ShellKit, changeable, widen
 from sandboxes.guest.anchors.starter import AnchorLostError
 from sandboxes.guest.bash import session as session_texts
 from sandboxes.guest.bash.restore import orders
@@ -167,10 +167,6 @@ class Shell:
         self._dump.clear()
         # Last: this line makes the shell read the text.
         os.write(self.go_fd, go)
-
-    def narrow(self) -> None:
-        """Give its pipes the capacity that those of an idle sandbox have."""
-        narrow((self.out.fd, self.err.fd, self.dump_fd))
 
     def read_dump(self) -> bool:
         """Read what has come of a dump, and give bash a moment if that is only a part; return whether it is whole."""

@@ -28,6 +28,7 @@ from sandboxes.effects import StateDigest
 from sandboxes.guest import dir_watch, process_call
 from sandboxes.guest.anchored_processes import ChildDeaths, known
 from sandboxes.guest.anchors.anchor import ShellStartError
+from sandboxes.guest.anchors.shell_kit import narrow
 from sandboxes.guest.background import BackgroundProcesses, PendingOutput
 from sandboxes.guest.bash.session import MalformedDumpError, is_lost, without_loss
 from sandboxes.guest.driver_link import DriverLink
@@ -448,8 +449,8 @@ class Supervisor:
         )
         truncated = bool(shell.out.dropped or shell.err.dropped)
         out, err = shell.out.take(), shell.err.take()
-        # Also of a shell that stays, because processes live.
-        shell.narrow()
+        # Also those of a shell that stays, because processes live.
+        narrow((shell.out.fd, shell.err.fd, shell.dump_fd))
         if lost:
             # One bash would go on. Not its session but our access to it is gone.
             code, notes, (out, err) = 1, _NO_DESCRIPTORS, without_loss(out, err)

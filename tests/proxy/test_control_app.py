@@ -50,6 +50,8 @@ def test_slow_start_says_what_it_does(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(control_app, "_SLOW_START_S", 0)
     monkeypatch.setattr(SnapshotStore, "open", slow)
+    # An earlier test may have left another level.
+    structlog.reset_defaults()
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(Written()))
     try:
         with serving(tmp_path):
