@@ -3,20 +3,12 @@
 from typing import Any
 
 from proxy.control.routes.params import PROBLEM
-from proxy.dialects.shell import MAX_COMMAND_BYTES, MAX_TIMEOUT_S, SESSION_PATTERN
+from proxy.dialects.shell import EXEC_OPTIONS
 from proxy.names import NAME_PATTERN
 from sandboxes.calls import MARKS
 
-_EXEC = {
-    "type": "object",
-    "required": ["command"],
-    "additionalProperties": False,
-    "properties": {
-        "command": {"type": "string", "maxLength": MAX_COMMAND_BYTES, "examples": ["pytest -q"]},
-        "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
-        "session": {"type": "string", "pattern": SESSION_PATTERN, "default": "main"},
-    },
-}
+_EXEC = {"type": "object", "required": ["command"], "additionalProperties": False, "properties": EXEC_OPTIONS}
+_EXEC_BODY = {"schema": _EXEC, "example": {"command": "pytest -q"}}
 _EXECUTED = {
     "type": "object",
     "required": ["stdout", "stderr", "exit_code", "timed_out", "truncated"],
@@ -65,7 +57,10 @@ def _exec() -> dict[str, Any]:
     return {
         "summary": "Run a command in the rollout's live shell session.",
         "tags": ["shell"],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _EXEC}}},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _EXEC, "example": {"command": "pytest -q"}}},
+        },
         "responses": _answers({200: {"application/json": {"schema": _EXECUTED}}}),
     }
 

@@ -115,9 +115,8 @@ _PATH: dict[str, Schema] = {
 _SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SHELL = (
     McpTool(
-        "exec", "Run a command in the rollout's live shell session.",
-        {"command": _TEXT, "timeout_s": _SECONDS, "session": {"type": "string", "default": "main"}},
-        ("command",), False, _exec, _has_shell, _command_result,
+        "exec", "Run a command in the rollout's live shell session.", shell.EXEC_OPTIONS, ("command",), False, _exec,
+        _has_shell, _command_result,
     ),
     McpTool("read_file", "Read a text file.", _PATH, ("path",), True, _read_file, _has_shell, lambda _: None),
     McpTool(

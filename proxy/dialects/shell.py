@@ -21,6 +21,14 @@ MAX_TIMEOUT_S = 86_400.0
 """Limits the timeout of a command: a day, longer than any step of an agent."""
 SESSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 _SESSION = re.compile(SESSION_PATTERN)
+EXEC_OPTIONS: dict[str, dict[str, Any]] = {
+    "command": {"type": "string", "maxLength": MAX_COMMAND_BYTES},
+    "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
+    "session": {"type": "string", "pattern": SESSION_PATTERN, "default": "main"},
+    "service": {"type": "string", "description": "a side service of the task; left out: the main container"},
+    "user": {"type": "string", "pattern": f"^{USER.pattern}$", "description": "a user of the service"},
+}
+"""What `exec` takes, as JSON schemas: the names in requests, OpenAPI's text and the MCP schema follow from it."""
 _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 
 
@@ -75,10 +83,10 @@ def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
         value = json_object(body, '{"command": "ls"}', slug="exec")
     except LoneSurrogateError as error:
         raise UnrunnableCommandError(422, "command", str(error)) from None
-    if not value.keys() <= {"command", "timeout_s", "session", "service", "user"}:
-        raise RefusalError(
-            422, "exec", 'exec takes "command", and optionally "timeout_s", "session", "service" and "user".'
-        )
+    if not value.keys() <= EXEC_OPTIONS.keys():
+        command, *others = (f'"{name}"' for name in EXEC_OPTIONS)
+        optional = f"{', '.join(others[:-1])} and {others[-1]}"
+        raise RefusalError(422, "exec", f"exec takes {command}, and optionally {optional}.")
     arguments = {
         "command": _command(value.get("command")),
         "session": _session(value.get("session", "main")),

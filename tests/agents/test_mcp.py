@@ -39,7 +39,7 @@ def test_optional_arguments_may_be_null(proxy: Proxy) -> None:
     listed = {tool["name"]: tool for tool in agent.send("tools/list").json()["result"]["tools"]}
     members = listed["exec"]["inputSchema"]["properties"]
     assert {name: member.get("nullable", False) for name, member in members.items()} == {
-        "command": False, "timeout_s": True, "session": True,
+        "command": False, "timeout_s": True, "session": True, "service": True, "user": True,
     }  # fmt: skip
     answer = agent.tool("exec", command="echo on", timeout_s=None, session=None).json()["result"]
     assert answer["content"][0]["text"] == "on\n"
