@@ -5,8 +5,8 @@ Proxies that run as processes, and users without root's rights, execute theirs a
 without installed packages too: the process that forks is one like a launcher.
 """
 
-import asyncio
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any
 
 from sandboxes.ipc import fork_server
+from sandboxes.ipc.launched_process import LaunchedProcess
 from sandboxes.local import launcher
 
 _CLONE, _CLONE_PARENT = 56, 0x8000
@@ -29,31 +30,15 @@ _MESSAGE_BYTES = 1 << 16
 _execute = fork_server.ForkServer._start_process
 
 
-class _Launched:
-    """A launcher, which is a child of this process; what `ForkServer` needs of `asyncio.subprocess.Process`."""
+class _Launched(LaunchedProcess):
+    """A launcher that this process has to collect, because it is a child of it."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self._death = os.pidfd_open(pid)
-
-    async def wait(self) -> None:
+    async def wait(self) -> int:
         """Return when the process has ended, and was collected."""
-        if self.returncode is None:
-            ended, loop = asyncio.Event(), asyncio.get_running_loop()
-            loop.add_reader(self._death, ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(self._death)
-            self._collect()
-
-    def _collect(self) -> None:
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        os.close(self._death)
-
-    def kill(self) -> None:
-        signal.pidfd_send_signal(self._death, signal.SIGKILL)
+        await super().wait()
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)  # noqa: ASYNC222 - it has ended
+        return 0
 
 
 @cache
@@ -75,7 +60,8 @@ async def _start(server: fork_server.ForkServer, end: socket.socket) -> Any:
         return await _execute(server, end)
     asking = _forking(os.getpid())
     socket.send_fds(asking, [json.dumps(server._arguments).encode()], [end.fileno()])
-    return _Launched(int(asking.recv(_MESSAGE_BYTES)))
+    pid = int(asking.recv(_MESSAGE_BYTES))
+    return _Launched(pid, os.pidfd_open(pid))
 
 
 def preload() -> None:

@@ -57,10 +57,7 @@ def _exec() -> dict[str, Any]:
     return {
         "summary": "Run a command in the rollout's live shell session.",
         "tags": ["shell"],
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": _EXEC, "example": {"command": "pytest -q"}}},
-        },
+        "requestBody": {"required": True, "content": {"application/json": _EXEC_BODY}},
         "responses": _answers({200: {"application/json": {"schema": _EXECUTED}}}),
     }
 
