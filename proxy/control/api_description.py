@@ -19,6 +19,8 @@ TAGS: list[dict[str, Any]] = [
     {"name": "audits", "description": "Recorded calls that run again and are compared."},
     {"name": "data", "description": "Trees as files, backups, and training data."},
     {"name": "shell", "description": "Calls of rollouts at the endpoint `shell`."},
+    {"name": "sql", "description": "Calls of rollouts at the endpoint `sql`, of tasks with databases."},
+    {"name": "video", "description": "Calls of rollouts at the endpoint `video`, of tasks with videos."},
     {"name": "health", "description": "Probes of service managers, and metrics."},
     {"name": "page", "description": "Routes that the web page needs. They may change without notice."},
 ]

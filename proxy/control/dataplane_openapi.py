@@ -1,14 +1,14 @@
 """The OpenAPI description of the data plane, written by hand because no web framework serves it."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from proxy.control.routes.params import PROBLEM
-from proxy.dialects.shell import EXEC_OPTIONS
+from proxy.dialects.arguments import schema_of
+from proxy.dialects.builtin_tools import ARGUMENTS, TOOLS, McpTool
 from proxy.names import NAME_PATTERN
 from sandboxes.calls import MARKS
 
-_EXEC = {"type": "object", "required": ["command"], "additionalProperties": False, "properties": EXEC_OPTIONS}
-_EXEC_BODY = {"schema": _EXEC, "example": {"command": "pytest -q"}}
 _EXECUTED = {
     "type": "object",
     "required": ["stdout", "stderr", "exit_code", "timed_out", "truncated"],
@@ -32,6 +32,14 @@ _HEADERS = {
         "schema": {"type": "string"},
     },
 }
+_JSON = {"application/json": {"schema": {"type": "object"}}}
+_PICTURE = {"schema": {"type": "string", "format": "binary"}}
+_ANSWERS: dict[str, dict[int, dict[str, Any]]] = {
+    "shell": {200: {"application/json": {"schema": _EXECUTED}}},
+    "sql": {200: _JSON},
+    "video": {200: {**_JSON, "image/jpeg": _PICTURE, "image/png": _PICTURE}, 422: {**_JSON, **PROBLEM["content"]}},
+}
+"""What the tools of an endpoint answer, by status and media type."""
 _FILE_VERBS = {"put": "write_file", "get": "read_file", "delete": "delete_file"}
 _BYTES = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
 
@@ -41,24 +49,32 @@ def data_plane_paths() -> dict[str, Any]:
     by_path = [_in_path("task", NAME_PATTERN), _in_path("rollout", NAME_PATTERN)]
     by_header = [_in_header("X-Forkpoint-Task"), _in_header("X-Forkpoint-Rollout")]
     paths: dict[str, Any] = {}
-    for prefix, suffix, identity in (
-        ("/t/{task}/r/{rollout}/shell", "", by_path),
-        ("/e/shell", "_by_headers", by_header),
-    ):
-        paths[f"{prefix}/exec"] = {"parameters": identity, "post": _exec() | {"operationId": f"execute{suffix}"}}
+    for prefix, suffix, identity in (("/t/{task}/r/{rollout}", "", by_path), ("/e", "_by_headers", by_header)):
+        for endpoint, tool in _built_in():
+            name = "execute" if tool.name == "exec" else f"{endpoint}_{tool.name}"
+            post = _tool(endpoint, tool) | {"operationId": f"{name}{suffix}"}
+            paths[f"{prefix}/{endpoint}/{tool.name}"] = {"parameters": identity, "post": post}
         files = {
             method: about | {"operationId": f"{_FILE_VERBS[method]}{suffix}"} for method, about in _files().items()
         }
-        paths[f"{prefix}/files/{{path}}"] = {"parameters": [*identity, _in_path("path", None)], **files}
+        paths[f"{prefix}/shell/files/{{path}}"] = {"parameters": [*identity, _in_path("path", None)], **files}
     return paths
 
 
-def _exec() -> dict[str, Any]:
+def _built_in() -> Iterator[tuple[str, McpTool]]:
+    """Yield the tools that take a JSON object, with their endpoints."""
+    by_name = {tool.name: tool for tool in TOOLS}
+    for endpoint, tools in ARGUMENTS.items():
+        yield from ((endpoint, by_name[name]) for name in tools if name in by_name)
+
+
+def _tool(endpoint: str, tool: McpTool) -> dict[str, Any]:
+    body = {"schema": schema_of(tool.kind)} | ({"example": {"command": "pytest -q"}} if tool.name == "exec" else {})
     return {
-        "summary": "Run a command in the rollout's live shell session.",
-        "tags": ["shell"],
-        "requestBody": {"required": True, "content": {"application/json": _EXEC_BODY}},
-        "responses": _answers({200: {"application/json": {"schema": _EXECUTED}}}),
+        "summary": tool.description,
+        "tags": [endpoint],
+        "requestBody": {"required": True, "content": {"application/json": body}},
+        "responses": _answers(_ANSWERS[endpoint]),
     }
 
 

@@ -2,12 +2,10 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import orjson
-from pydantic import BaseModel, ValidationError
 
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.environments import EnvironmentRequest
@@ -16,7 +14,6 @@ from sandboxes.calls import ToolCall
 from sandboxes.listener import Headers
 from sandboxes.tool_clients.json_text import parse_json
 
-M = TypeVar("M", bound=BaseModel)
 AT_ONCE_BYTES = 1 << 18
 """Largest body that is read on the event loop. A larger one, such as files of one form, is read beside it: hits wait
 for what runs on the loop."""
@@ -244,25 +241,3 @@ def _without_surrogates(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def checked_arguments(tool: str, kind: type[M], given: dict[str, Any], *, strict: bool = True) -> M:
-    """Return a tool's arguments with defaults; `strict` converts no types. Raises RefusalError (422)."""
-    try:
-        return kind.model_validate(given, strict=strict)
-    except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc'][:1])) or 'body'}: {e['msg']}" for e in error.errors()[:3])
-        takes = ", ".join(kind.model_fields) or "nothing"
-        raise RefusalError(422, "arguments", f"{tool} takes {takes}. {faults}.") from None
-
-
-def tool_entry(
-    name: str, description: str, properties: Mapping[str, dict[str, Any]], required: Sequence[str], *, reads: bool
-) -> dict[str, Any]:
-    """Return a tool's entry in MCP's `tools/list`, described for the model, with JSON schemas as properties."""
-    # Clients that give every argument, such as smolagents, need to know which may be null.
-    schemas = {
-        member: schema if member in required else {**schema, "nullable": True} for member, schema in properties.items()
-    }
-    schema = {"type": "object", "properties": schemas, "required": list(required), "additionalProperties": False}
-    return {"name": name, "description": description, "inputSchema": schema, "annotations": {"readOnlyHint": reads}}

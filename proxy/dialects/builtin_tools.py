@@ -8,7 +8,8 @@ from typing import Any
 import orjson
 
 from proxy.dialects import shell, sql, video
-from proxy.dialects.base import Response, tool_entry
+from proxy.dialects.arguments import ToolArguments, checked_arguments, tool_entry
+from proxy.dialects.base import Response
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
 from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
@@ -16,7 +17,6 @@ from sandboxes.spec import SHELLLESS_DRIVERS, EnvironmentSpec
 RECORDED = "application/vnd.forkpoint.mcp+json"
 """The media type of recorded responses of MCP servers. Responses of built-in tools have other types."""
 
-Schema = dict[str, Any]
 Result = dict[str, Any]
 Make = Callable[[dict[str, Any], EnvironmentSpec], ToolCall]
 
@@ -27,8 +27,7 @@ class McpTool:
 
     name: str
     description: str  # For the model.
-    properties: dict[str, Schema]  # JSON schemas of the arguments.
-    required: tuple[str, ...]
+    kind: type[ToolArguments]
     reads: bool  # Whether the tool never changes the state (MCP's `readOnlyHint`).
     call: Make  # Makes the endpoint's call from a client's arguments; raises `RefusalError`.
     offered: Callable[[EnvironmentSpec], bool]  # Returns whether a task with an environment has the tool.
@@ -37,26 +36,26 @@ class McpTool:
 
     def listed(self) -> dict[str, Any]:
         """Return the tool's entry in `tools/list`."""
-        return tool_entry(self.name, self.description, self.properties, self.required, reads=self.reads)
+        return tool_entry(self.name, self.description, self.kind, reads=self.reads)
 
 
-_LEAST: dict[str, tuple[Callable[[str, str, str, bytes, EnvironmentSpec], ToolCall], dict[str, Schema]]] = {
-    "shell": (shell.parse, {"exec": {"command": "true"}}),
-    "sql": (sql.parse, {
-        "query": {"sql": "SELECT 1"}, "script": {"sql": "SELECT 1"}, "explain": {"sql": "SELECT 1"},
-        "compare": {"sql": "SELECT 1", "gold": "SELECT 1"}, "tables": {}, "schema": {},
-    }),
-}  # fmt: skip
-"""By endpoint how it reads a request, and for each tool with defaults the arguments that it needs."""
+ARGUMENTS: dict[str, dict[str, type[ToolArguments]]] = {
+    "shell": {"exec": shell.ExecArguments, **dict.fromkeys(("put", "get", "delete"), shell.FileArguments)},
+    "sql": dict(sql.TOOLS),
+    "video": {name: tool.kind for name, tool in video.TOOLS.items()},
+}
+"""What a recorded call has, by endpoint and tool."""
 
 
 def defaults_of(endpoint: str, tool: str, spec: EnvironmentSpec) -> Mapping[str, Any]:
     """Return the arguments that a tool's call has in a task of this environment if its request leaves them out."""
-    parse, tools = _LEAST.get(endpoint, (shell.parse, {}))
-    if tool not in tools:
+    parse = {"shell": shell.parse, "sql": sql.parse}.get(endpoint)
+    kind = ARGUMENTS.get(endpoint, {}).get(tool)
+    if parse is None or kind in (None, shell.FileArguments):
         return {}
-    arguments = parse("POST", tool, "", orjson.dumps(tools[tool]), spec).arguments
-    return {name: value for name, value in arguments.items() if name not in tools[tool]}
+    least = {name: "SELECT 1" for name, member in kind.model_fields.items() if member.is_required()}
+    arguments = parse("POST", tool, "", orjson.dumps(least), spec).arguments
+    return {name: value for name, value in arguments.items() if name not in least}
 
 
 # -- shell -----------------------------------------------------------------------------------------------------------
@@ -71,12 +70,12 @@ def _exec(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
 
 
 def _read_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
-    return _file("GET", _text(arguments, "path", {"path"}), b"", spec)
+    return _file("GET", checked_arguments("read_file", shell.FileArguments, arguments).path, b"", spec)
 
 
 def _write_file(arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
-    content = _text(arguments, "content", {"path", "content"})
-    return _file("PUT", _text(arguments, "path", {"path", "content"}), content.encode(), spec)
+    given = checked_arguments("write_file", shell.WriteArguments, arguments)
+    return _file("PUT", given.path, given.content.encode(), spec)
 
 
 def _file(method: str, path: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
@@ -85,12 +84,6 @@ def _file(method: str, path: str, body: bytes, spec: EnvironmentSpec) -> ToolCal
     if not path:
         raise RefusalError(422, "file-path", "the path is empty. Give the path of a file.")
     return shell.in_session(shell.parse(method, "files/", "", body, spec), path)
-
-
-def _text(arguments: dict[str, Any], name: str, known: set[str]) -> str:
-    if not arguments.keys() <= known or not isinstance(arguments.get(name), str):
-        raise RefusalError(422, "arguments", f"this tool takes {' and '.join(sorted(known))}, as strings.")
-    return str(arguments[name])
 
 
 def _command_result(response: Response) -> Result | None:
@@ -108,21 +101,13 @@ def _command_text(value: dict[str, Any]) -> str:
     return f"{output}{gap}[{cause}exit code {value['exit_code']}]\n"
 
 
-_TEXT: Schema = {"type": "string"}
-_PATH: dict[str, Schema] = {
-    "path": {"type": "string", "description": "absolute, or relative to the directory of the shell session main"}
-}
-_SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SHELL = (
     McpTool(
-        "exec", "Run a command in the rollout's live shell session.", shell.EXEC_OPTIONS, ("command",), False, _exec,
-        _has_shell, _command_result,
+        "exec", "Run a command in the rollout's live shell session.", shell.ExecArguments, False, _exec, _has_shell,
+        _command_result,
     ),
-    McpTool("read_file", "Read a text file.", _PATH, ("path",), True, _read_file, _has_shell, lambda _: None),
-    McpTool(
-        "write_file", "Write a text file.", {**_PATH, "content": _TEXT}, ("path", "content"), False, _write_file,
-        _has_shell, lambda _: None,
-    ),
+    McpTool("read_file", "Read a text file.", shell.FileArguments, True, _read_file, _has_shell, lambda _: None),
+    McpTool("write_file", "Write a text file.", shell.WriteArguments, False, _write_file, _has_shell, lambda _: None),
 )  # fmt: skip
 
 
@@ -134,42 +119,26 @@ def _sql_result(response: Response) -> Result | None:
     return value and _structured(value, response.body.decode(), failed=value["error"] is not None)
 
 
-_DATABASE: dict[str, Schema] = {
-    "database": {"type": "string", "description": "by its name in the task; the first by default"},
-    "timeout_s": _SECONDS,
+_SQL_TOOLS = {
+    "query": "Run one SQL statement; its rows, or how many it changed.",
+    "script": "Run several SQL statements, all or nothing.",
+    "explain": "Show a statement's query plan; nothing is run.",
+    "compare": "Whether two queries give the same rows here; nothing is changed.",
+    "tables": "List tables and views.",
+    "schema": "Show the definition of one table, or of everything.",
 }
-_VALUES: Schema = {"type": ["array", "object"], "description": "values for the statement's placeholders"}
-_FORMAT: Schema = {"enum": ["json", "table", "markdown", "csv", "skyrl"], "default": "json"}
 
 
-def _sql_tool(name: str, description: str, properties: dict[str, Schema], *required: str, reads: bool) -> McpTool:
+def _sql_tool(name: str, description: str) -> McpTool:
     return McpTool(
-        name, description, {**properties, **_DATABASE}, required, reads,
+        # `query` and `script` run any statement, so they may change the database.
+        name, description, sql.TOOLS[name], name not in ("query", "script"),
         lambda arguments, spec: sql.parse("POST", name, "", orjson.dumps(arguments), spec),
         lambda spec: bool(spec.databases), _sql_result,
     )  # fmt: skip
 
 
-_SQL = (
-    # `query` and `script` run any statement, so they may change the database.
-    _sql_tool(
-        "query", "Run one SQL statement; its rows, or how many it changed.",
-        {"sql": _TEXT, "params": _VALUES, "max_rows": {"type": "integer", "minimum": 0, "default": 100},
-         "format": _FORMAT},
-        "sql", reads=False,
-    ),
-    _sql_tool("script", "Run several SQL statements, all or nothing.", {"sql": _TEXT}, "sql", reads=False),
-    _sql_tool(
-        "explain", "Show a statement's query plan; nothing is run.",
-        {"sql": _TEXT, "params": _VALUES, "format": _FORMAT}, "sql", reads=True,
-    ),
-    _sql_tool(
-        "compare", "Whether two queries give the same rows here; nothing is changed.",
-        {"sql": _TEXT, "gold": _TEXT, "ordered": {"type": "boolean", "default": False}}, "sql", "gold", reads=True,
-    ),
-    _sql_tool("tables", "List tables and views.", {}, reads=True),
-    _sql_tool("schema", "Show the definition of one table, or of everything.", {"table": _TEXT}, reads=True),
-)  # fmt: skip
+_SQL = tuple(_sql_tool(name, description) for name, description in _SQL_TOOLS.items())
 
 
 # -- video -----------------------------------------------------------------------------------------------------------
@@ -178,8 +147,8 @@ _SQL = (
 def _video_tool(name: str) -> McpTool:
     kind = video.TOOLS[name]
     return McpTool(
-        name, kind.description, kind.properties, kind.required, name not in video.CHANGING,
-        partial(video.call_of, name), lambda spec: spec.video is not None, video.mcp_content,
+        name, kind.description, kind.kind, name not in video.CHANGING, partial(video.call_of, name),
+        lambda spec: spec.video is not None, video.mcp_content,
     )  # fmt: skip
 
 

@@ -1,14 +1,15 @@
 """The shell endpoint: `POST exec`, and `PUT|GET|DELETE files/{path}` (pure)."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any
 from urllib.parse import parse_qs
 
 import orjson
+from pydantic import Field
 
+from proxy.dialects.arguments import ToolArguments, checked_arguments
 from proxy.dialects.base import LoneSurrogateError, json_object
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall, ToolResult
@@ -19,16 +20,30 @@ MAX_COMMAND_BYTES = 1 << 20
 """Limits a command. A longer one is a script, which is better uploaded as a file."""
 MAX_TIMEOUT_S = 86_400.0
 """Limits the timeout of a command: a day, longer than any step of an agent."""
-SESSION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
-_SESSION = re.compile(SESSION_PATTERN)
-EXEC_OPTIONS: dict[str, dict[str, Any]] = {
-    "command": {"type": "string", "maxLength": MAX_COMMAND_BYTES},
-    "timeout_s": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_TIMEOUT_S},
-    "session": {"type": "string", "pattern": SESSION_PATTERN, "default": "main"},
-    "service": {"type": "string", "description": "a side service of the task; left out: the main container"},
-    "user": {"type": "string", "pattern": f"^{USER.pattern}$", "description": "a user of the service"},
-}
-"""What `exec` takes, as JSON schemas: the names in requests, OpenAPI's text and the MCP schema follow from it."""
+
+
+class ExecArguments(ToolArguments):
+    """What `exec` takes."""
+
+    command: str = Field(json_schema_extra={"maxLength": MAX_COMMAND_BYTES})
+    session: str = Field(default="main", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    timeout_s: float | None = Field(default=None, gt=0, le=MAX_TIMEOUT_S)
+    service: str | None = Field(default=None, description="a side service of the task; left out: the main container")
+    user: str | None = Field(default=None, pattern=f"^{USER.pattern}$", description="a user of the service")
+
+
+class FileArguments(ToolArguments):
+    """What all tools for files take."""
+
+    path: str = Field(description="absolute, or relative to the directory of the shell session main")
+
+
+class WriteArguments(FileArguments):
+    """What writing a text file takes."""
+
+    content: str
+
+
 _FILE_TOOLS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
 
 
@@ -83,21 +98,17 @@ def _exec(body: bytes, spec: EnvironmentSpec) -> ToolCall:
         value = json_object(body, '{"command": "ls"}', slug="exec")
     except LoneSurrogateError as error:
         raise UnrunnableCommandError(422, "command", str(error)) from None
-    if not value.keys() <= EXEC_OPTIONS.keys():
-        command, *others = (f'"{name}"' for name in EXEC_OPTIONS)
-        optional = f"{', '.join(others[:-1])} and {others[-1]}"
-        raise RefusalError(422, "exec", f"exec takes {command}, and optionally {optional}.")
-    arguments = {
-        "command": _command(value.get("command")),
-        "session": _session(value.get("session", "main")),
-        "timeout_s": _timeout(value.get("timeout_s"), spec),
-    }
-    return ToolCall("shell", "exec", arguments | _service(value, spec))
+    given = checked_arguments("exec", ExecArguments, value)
+    _check_command(given.command)
+    if given.service is not None and given.service not in spec.services:
+        raise RefusalError(422, "service", f'"service" must be one of {sorted(spec.services) or "none"}.')
+    if given.user is not None and given.service is None:
+        raise RefusalError(422, "user", '"user" is a user of "service", which the request must name too.')
+    given.timeout_s = spec.limits.timeout_s if given.timeout_s is None else given.timeout_s
+    return ToolCall("shell", "exec", given.model_dump(exclude_none=True))
 
 
-def _command(command: Any) -> str:
-    if not isinstance(command, str):
-        raise RefusalError(422, "command", '"command" must be a string.')
+def _check_command(command: str) -> None:
     if len(command.encode()) > MAX_COMMAND_BYTES:
         raise RefusalError(
             413, "command", f"the command is longer than {MAX_COMMAND_BYTES} bytes. Upload a script and run it."
@@ -106,33 +117,6 @@ def _command(command: Any) -> str:
         raise UnrunnableCommandError(
             422, "command", "the command has a NUL character, which no shell can run. Upload binary data as a file."
         )
-    return command
-
-
-def _session(session: Any) -> str:
-    if not isinstance(session, str) or _SESSION.match(session) is None or session.endswith("\n"):
-        raise RefusalError(422, "session", f'"session" must match {SESSION_PATTERN}.')
-    return session
-
-
-def _service(value: Mapping[str, Any], spec: EnvironmentSpec) -> dict[str, str]:
-    """Return the arguments that name a side service and its user; none for the main container."""
-    service, user = value.get("service"), value.get("user")
-    if service is not None and (not isinstance(service, str) or service not in spec.services):
-        raise RefusalError(422, "service", f'"service" must be one of {sorted(spec.services) or "none"}.')
-    if user is not None and (service is None or not isinstance(user, str) or USER.fullmatch(user) is None):
-        raise RefusalError(422, "user", '"user" must be a user, or user:group, of "service".')
-    return {name: text for name, text in (("service", service), ("user", user)) if text is not None}
-
-
-def _timeout(timeout: Any, spec: EnvironmentSpec) -> float:
-    if timeout is None:
-        return spec.limits.timeout_s
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= MAX_TIMEOUT_S:
-        raise RefusalError(
-            422, "timeout", f'"timeout_s" must be a number of seconds, above 0 and up to {MAX_TIMEOUT_S:g}.'
-        )
-    return float(timeout)
 
 
 def _file(method: str, path: str, query: str, body: bytes) -> ToolCall:

@@ -3,9 +3,10 @@
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qsl
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from proxy.dialects.base import checked_arguments, json_object
+from proxy.dialects.arguments import ToolArguments, checked_arguments
+from proxy.dialects.base import json_object
 from proxy.dialects.sql_normalize import canonical_statement
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
@@ -27,14 +28,16 @@ def _scalars(params: Any) -> Any:
     return params
 
 
-Params = Annotated[list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None, BeforeValidator(_scalars)]
+_VALUES = {"type": ["array", "object"], "description": "values for the statement's placeholders"}
+Params = Annotated[
+    list[Scalar | dict[str, str]] | dict[str, Scalar | dict[str, str]] | None, BeforeValidator(_scalars),
+    WithJsonSchema(_VALUES),
+]  # fmt: skip
 ResultFormat = Literal["json", "table", "markdown", "csv", "skyrl"]
 
 
-class _SqlArguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    database: str | None = None
+class _SqlArguments(ToolArguments):
+    database: str | None = Field(default=None, description="by its name in the task; the first by default")
 
 
 class _Timed(_SqlArguments):
@@ -65,14 +68,12 @@ class _Schema(_Timed):
     table: str | None = None
 
 
-_TOOLS: dict[str, tuple[type[_SqlArguments], tuple[str, ...]]] = {
-    "query": (_Query, ("POST",)),
-    "script": (_Statement, ("POST",)),
-    "explain": (_Explain, ("POST",)),
-    "compare": (_Compare, ("POST",)),
-    "tables": (_Timed, ("GET", "POST")),
-    "schema": (_Schema, ("GET", "POST")),
-}
+TOOLS: dict[str, type[_SqlArguments]] = {
+    "query": _Query, "script": _Statement, "explain": _Explain, "compare": _Compare, "tables": _Timed,
+    "schema": _Schema,
+}  # fmt: skip
+ASKED = frozenset({"tables", "schema"})
+"""Tools that take GET too."""
 
 
 def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec) -> ToolCall:
@@ -81,9 +82,9 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         raise RefusalError(
             404, "no-database", "this task has no database. PUT it with `databases`: docs/sql.md shows how."
         )
-    if path not in _TOOLS:
-        raise RefusalError(404, "no-such-tool", f"the sql endpoint has {', '.join(_TOOLS)}.")
-    kind, methods = _TOOLS[path]
+    if path not in TOOLS:
+        raise RefusalError(404, "no-such-tool", f"the sql endpoint has {', '.join(TOOLS)}.")
+    methods = ("GET", "POST") if path in ASKED else ("POST",)
     if method not in methods:
         raise RefusalError(405, "method", f"{path} takes {' or '.join(methods)}.")
     given = (
@@ -92,7 +93,7 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
     )
     # A query string has only text, which is converted; in a body the types must be right.
-    arguments = checked_arguments(path, kind, given, strict=method != "GET").model_dump()
+    arguments = checked_arguments(path, TOOLS[path], given, strict=method != "GET").model_dump()
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
         if member in arguments:

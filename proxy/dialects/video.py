@@ -3,17 +3,18 @@
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote
 
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import override
 
 from proxy.dialects import tvcache_video
-from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response, checked_arguments, tool_entry
+from proxy.dialects.arguments import ToolArguments, checked_arguments, tool_entry
+from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
 from sandboxes.calls import ToolCall
@@ -24,24 +25,20 @@ MAX_SAMPLES, MAX_TILES, MAX_TEXT = 64, 36, 4000
 _NUMBER = re.compile(r"([0-9]{1,9})$")
 
 
-class _VideoArguments(BaseModel):
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-
-class _Nothing(_VideoArguments):
+class _Nothing(ToolArguments):
     pass
 
 
-class _Load(_VideoArguments):
+class _Load(ToolArguments):
     name: str = Field(min_length=1, max_length=255)
 
 
-class _Span(_VideoArguments):
+class _Span(ToolArguments):
     start: float | None = Field(default=None, description="seconds; the beginning where left out")
     end: float | None = Field(default=None, description="seconds; the end where left out")
 
 
-class _Picture(_VideoArguments):
+class _Picture(ToolArguments):
     max_side: int = Field(default=448, ge=16, le=4096, description="of a picture, in pixels")
     format: Literal["jpeg", "png"] = "jpeg"
     exact: bool = Field(
@@ -73,21 +70,21 @@ class _Sheet(_Span):
     format: Literal["jpeg", "png"] = "jpeg"
 
 
-class _Shots(_VideoArguments):
+class _Shots(ToolArguments):
     threshold: float | None = Field(default=None, gt=0, lt=1, description="difference of two pictures that is a cut")
 
 
-class _Captions(_VideoArguments):
+class _Captions(ToolArguments):
     start: int = Field(description="first segment")
     end: int = Field(description="last segment")
 
 
-class _Localization(_VideoArguments):
+class _Localization(ToolArguments):
     description: str = Field(min_length=1, max_length=MAX_TEXT)
     k: int = Field(default=5, ge=1, le=100)
 
 
-class _Question(_VideoArguments):
+class _Question(ToolArguments):
     question: str = Field(min_length=1, max_length=MAX_TEXT)
 
 
@@ -95,35 +92,11 @@ class _SegmentQuestion(_Question):
     segment: int
 
 
-@dataclass(frozen=True, slots=True)
-class VideoTool:
+class VideoTool(NamedTuple):
     """A tool: its arguments and its description for the model."""
 
-    kind: type[_VideoArguments]
+    kind: type[ToolArguments]
     description: str
-
-    @property
-    def properties(self) -> dict[str, Any]:
-        """JSON schemas of the arguments."""
-        schemas: dict[str, Any] = _untitled(self.kind.model_json_schema()["properties"])
-        return schemas
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """The arguments that must be given."""
-        return tuple(self.kind.model_json_schema().get("required", ()))
-
-    def listed(self, name: str) -> dict[str, Any]:
-        """Return the tool's entry in `GET tools`, in MCP's form."""
-        return tool_entry(name, self.description, self.properties, self.required, reads=name not in CHANGING)
-
-
-def _untitled(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_untitled(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {k: _untitled(v) for k, v in schema.items() if not (k == "title" and isinstance(v, str))}
 
 
 TOOLS: dict[str, VideoTool] = {
@@ -150,7 +123,11 @@ TOOLS: dict[str, VideoTool] = {
 CHANGING = frozenset({"load_video", "preprocess"})
 SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
 """Tools whose answers are sampled from a model. A task may want several answers to each call (`variants`)."""
-LISTED: list[dict[str, Any]] = [tool.listed(name) for name, tool in TOOLS.items()]
+
+
+def listed() -> list[dict[str, Any]]:
+    """Return the answer to `GET tools`, in MCP's form."""
+    return [tool_entry(name, tool.description, tool.kind, reads=name not in CHANGING) for name, tool in TOOLS.items()]
 
 
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
@@ -229,7 +206,7 @@ class VideoDialect(Dialect):
         if tvcache_video.speaks(request):
             return tvcache_video.read(request, self._call)
         if tool == "tools" and request.method == "GET":
-            return Local(200, orjson.dumps({"tools": LISTED}))
+            return Local(200, orjson.dumps({"tools": listed()}))
         if request.method != "POST":
             raise RefusalError(405, "method", "tools take POST with a JSON body; GET tools lists them.")
         try:

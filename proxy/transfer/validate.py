@@ -21,6 +21,8 @@ from typing import Any, BinaryIO
 import orjson
 
 from proxy.dialects import DIALECTS
+from proxy.dialects.arguments import can_run
+from proxy.dialects.builtin_tools import ARGUMENTS
 from proxy.transfer.format import BundleError, Part, read
 from proxy.transfer.schema import BundleManifest, NodeLine, RecordLine, lines_of, manifest_of
 from proxy.transfer.state_records import BundleStates
@@ -205,13 +207,11 @@ def _parse_call(data: bytes, databases: Collection[str]) -> tuple[bool, bytes | 
 
 def _can_run(endpoint: str, tool: str, arguments: dict[str, Any], databases: Collection[str]) -> bool:
     """Return whether a call of a built-in endpoint has the arguments that its replay needs."""
-    if endpoint == "sql":
-        return arguments.get("database") in databases and isinstance(arguments.get("timeout_s"), int | float)
-    if endpoint != "shell":
+    tools = ARGUMENTS.get(endpoint)
+    if tools is None:
         return True
-    texts = ("command", "session") if tool == "exec" else ("path",)
-    timed = isinstance(arguments.get("timeout_s", 1), int | float)
-    return tool in ("exec", "put", "get", "delete") and timed and all(isinstance(arguments.get(t), str) for t in texts)
+    known = endpoint != "sql" or arguments.get("database") in databases
+    return known and tool in tools and can_run(tools[tool], arguments)
 
 
 def _is_answer(data: bytes) -> bool:

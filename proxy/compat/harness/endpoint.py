@@ -6,13 +6,14 @@ from contextlib import aclosing
 from typing import Annotated, Any, NamedTuple
 
 import orjson
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from proxy.compat.endpoints import EndpointContext
 from proxy.compat.harness.model import Model
 from proxy.compat.harness.run import Run, entrance, harness_nodes, start_of
 from proxy.compat.harness.turns import ENDPOINT, ModelResponse, response_of
-from proxy.dialects.base import checked_arguments, json_object
+from proxy.dialects.arguments import ToolArguments, checked_arguments
+from proxy.dialects.base import json_object
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.exchange import Exchange
@@ -37,10 +38,8 @@ def _upstream(url: str) -> str:
     return url
 
 
-class HarnessRequest(BaseModel):
+class HarnessRequest(ToolArguments):
     """What a run needs; `command` and `env` override the spec's, and `parent` and `turn` say where it begins."""
-
-    model_config = ConfigDict(extra="forbid")
 
     upstream: Annotated[str, Field(max_length=2048), AfterValidator(_upstream)]
     headers: dict[str, str] = Field(default_factory=dict, max_length=64)

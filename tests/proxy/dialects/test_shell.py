@@ -3,10 +3,8 @@
 import orjson
 import pytest
 
-from proxy.control.dataplane_openapi import data_plane_paths
 from proxy.dialects import BuiltIn, shell
 from proxy.dialects.base import Call, Local, Request
-from proxy.dialects.builtin_tools import TOOLS
 from proxy.refusals import RefusalError
 from sandboxes.spec import EnvironmentSpec
 
@@ -40,19 +38,3 @@ def test_whole_surrogate_pair_is_a_character() -> None:
     call = read(rb'{"command": "echo \ud83d\ude00"}')
     assert isinstance(call, Call)
     assert call.call.arguments["command"] == "echo \U0001f600"
-
-
-def test_an_option_is_declared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that is added in one place is known to requests, to OpenAPI's text and to the MCP schema."""
-
-    def schemas() -> list[dict[str, object]]:
-        body = data_plane_paths()["/e/shell/exec"]["post"]["requestBody"]
-        [tool] = [tool.listed() for tool in TOOLS if tool.name == "exec"]
-        return [body["content"]["application/json"]["schema"]["properties"], tool["inputSchema"]["properties"]]
-
-    body = b'{"command": "ls", "shade": "blue"}'
-    with pytest.raises(RefusalError, match='"service" and "user"'):
-        read(body)
-    monkeypatch.setitem(shell.EXEC_OPTIONS, "shade", {"type": "string"})
-    assert isinstance(read(body), Call)
-    assert all(members.keys() == shell.EXEC_OPTIONS.keys() for members in schemas())

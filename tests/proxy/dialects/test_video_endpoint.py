@@ -10,7 +10,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from proxy.dialects.video import LISTED, for_rollout
+from proxy.dialects.video import for_rollout, listed
 from sandboxes.video.driver import VideoDriver
 from tests.model_server import ModelServer, model_server
 from tests.proxy.serving import Running, serving
@@ -103,15 +103,15 @@ def test_progress_of_preprocessing_is_shown(proxy: Running, clip: Path) -> None:
 
 def test_tools_are_listed_with_their_arguments(proxy: Running, clip: Path) -> None:
     task = Task(proxy, "listing", clip)
-    listed = proxy.client.get("/t/listing/r/a/video/tools").json()["tools"]
-    assert {tool["name"] for tool in listed} == {
+    answer = proxy.client.get("/t/listing/r/a/video/tools").json()["tools"]
+    assert {tool["name"] for tool in answer} == {
         "load_video", "preprocess", "video_info", "sample_frames", "get_frame", "contact_sheet", "detect_shots",
         "get_subtitles", "audio_profile", "segment_localization", "caption_retrieval", "visual_question_answering",
         "object_memory_querying",
     }  # fmt: skip
-    reads = {tool["name"] for tool in listed if tool["annotations"]["readOnlyHint"]}
-    assert {tool["name"] for tool in listed} - reads == {"load_video", "preprocess"}
-    assert task.mcp("tools/list")["tools"] == listed == LISTED
+    reads = {tool["name"] for tool in answer if tool["annotations"]["readOnlyHint"]}
+    assert {tool["name"] for tool in answer} - reads == {"load_video", "preprocess"}
+    assert task.mcp("tools/list")["tools"] == answer == listed()
 
 
 def test_mcp_result_has_images(proxy: Running, clip: Path) -> None:
