@@ -1,13 +1,16 @@
 """The OpenAPI description: every operation has a stable name, a group, a sentence and a valid example."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from proxy.control.api_description import TAGS, operations
+from proxy.control.api_description import _EXAMPLES, TAGS, operations
 from tests.proxy.serving import Running, serving
 
 PINNED = Path(__file__).with_name("operations.txt")
@@ -45,8 +48,16 @@ def test_operations_are_grouped_and_described(schema: Any) -> None:
     assert {about["tags"][0] for _, _, about in operations(schema)} == set(groups)
 
 
+def test_examples_are_recorded_anew(tmp_path: Path) -> None:
+    """A changed view changes what is recorded. In a process of its own, because time stands still in it."""
+    command = ["-m", "tests.proxy.control.record_examples"]
+    subprocess.run([sys.executable, *command, tmp_path / "now"], check=True, stdout=subprocess.DEVNULL)
+    before, now = _EXAMPLES.read_text().splitlines(), (tmp_path / "now").read_text().splitlines()
+    changed = list(unified_diff(before, now, "kept", "recorded", lineterm=""))
+    assert not changed, "\n".join([f"run `python {' '.join(command)}`", *changed])
+
+
 def test_examples_are_valid(schema: Any) -> None:
-    """They were recorded; a changed view needs `python -m tests.proxy.control.record_examples`."""
     for _, path, about in operations(schema):
         bodies = [body for status, body in about["responses"].items() if status[0] == "2"]
         for body in [*bodies, about.get("requestBody", {})]:
