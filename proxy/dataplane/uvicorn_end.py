@@ -81,29 +81,24 @@ class UvicornTransport:
         return getattr(self._transport, name)
 
 
+class _Complete(list[tuple[bytes, bytes]]):
+    """Headers that take no more."""
+
+    def append(self, _trailer: tuple[bytes, bytes]) -> None:
+        """Leave a trailer out. The scope has another list."""
+
+
 class HeadersOnly(HttpToolsProtocol):
-    """uvicorn's protocol, which adds trailers to the headers of a request that the application may be reading.
+    """uvicorn's protocol, which would add trailers to the headers of a request that the application may be reading.
 
     A trailer is no header (RFC 9110, 6.5). It could otherwise name a rollout or show a token behind the back of a
     reverse proxy that checks headers, and `RequestReader` would give the same request another meaning.
     """
 
-    _has_head = False
-
-    def on_message_begin(self) -> None:
-        """Expect the headers of a request."""
-        self._has_head = False
-        super().on_message_begin()
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Add a header, but no trailer."""
-        if not self._has_head:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         """Begin to handle the request."""
-        self._has_head = True
         super().on_headers_complete()
+        self.headers = _Complete(self.headers)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
         """Answer what is no request as `HitFirst` does."""

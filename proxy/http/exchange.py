@@ -94,9 +94,14 @@ class Exchange:
             size = len(self._request.body) + len(ready.body)
             await self.events.finish(await beside(size, dialect.last_event, _recorded(ready), self._request))
             return
-        own = await beside(len(self._request.body) + len(ready.body), client_form, ready, self._dialect, self._request)
-        headers = raw(own.headers) + ready.headers[ready.own :] + more + raw(self.extra)
-        await send_response(self.send, own.status, headers, own.body, sized=self._request.method != "HEAD")
+        status, headers, body = ready.status, ready.headers, ready.body
+        # Most dialects send a recorded answer as it is.
+        if type(self._dialect).answer is not Dialect.answer:
+            size = len(self._request.body) + len(body)
+            own = await beside(size, client_form, ready, self._dialect, self._request)
+            status, headers, body = own.status, raw(own.headers) + headers[ready.own :], own.body
+        headers += more + raw(self.extra)
+        await send_response(self.send, status, headers, body, sized=self._request.method != "HEAD")
 
     async def stream(
         self,

@@ -50,7 +50,7 @@ def outlook(node: Node) -> Outlook:
         times = 1 + record.hits
         made += times
         once += times == 1
-        if record.observation:
+        if record.target is node:
             stays += times
         else:
             moves[record.target] += times

@@ -32,15 +32,16 @@ class ToolCalls:
     ) -> None:
         """Prepare for a sandbox's calls. `environment` gives way to the spec's; long answers are stored in `folder`."""
         self._servers, self._spec, self._environment, self._folder = servers, spec, environment, folder
+        self._hosted = spec.hosted
         self._sockets: dict[str, Socket] = {}
 
     def handles(self, call: ToolCall) -> bool:
         """Whether a call is for one of the servers."""
-        return call.endpoint in self._spec.hosted
+        return call.endpoint in self._hosted
 
     async def start(self) -> None:
         """Start the servers that belong to the root state. Raises ServerError if one of them did not get ready."""
-        hosted = self._spec.hosted.items()
+        hosted = self._hosted.items()
         orders = [order(name, self._spec, self._environment) for name, server in hosted if server.start == "root"]
         if orders:
             await self._servers.start(orders)
@@ -50,7 +51,7 @@ class ToolCalls:
         return await (self._send_message(call) if is_message(call) else self._forward(call, listener))
 
     async def _forward(self, call: ToolCall, listener: Listener | None) -> Execution:
-        server = self._spec.hosted[call.endpoint]
+        server = self._hosted[call.endpoint]
         # Built first: a call that cannot be sent must not begin.
         head = server_orders.request(call, server.port)
         # A small request saves a round trip: the server works on it before the connection has come here.
@@ -72,7 +73,7 @@ class ToolCalls:
             spool.close()
 
     async def _send_message(self, call: ToolCall) -> Execution:
-        server = self._spec.hosted[call.endpoint]
+        server = self._hosted[call.endpoint]
         carried = carrier(call, order(call.endpoint, self._spec, self._environment))
         # The carrier is a process in the sandbox like any server, so a checkpoint holds the connection.
         connected = await self._servers.connect(carried)

@@ -67,8 +67,11 @@ def sync_path(path: str | Path, *, within: int | None = None) -> None:
 def write_file(path: str, content: bytes, *, new: bool = False) -> None:
     """Write a file of the proxy's own, which must not exist if `new`; faster than a Python file object."""
     mode = os.O_EXCL if new else os.O_TRUNC
-    with Opened(os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, 0o666)) as fd:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | mode | os.O_CLOEXEC, 0o666)
+    try:
         write_out(fd, content)
+    finally:
+        os.close(fd)
 
 
 def write_whole(path: Path, content: bytes, *, sync: bool = False) -> None:

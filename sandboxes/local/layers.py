@@ -159,21 +159,21 @@ class Layers:
 
     def size_bytes(self, layer: str) -> int:
         """Return the bytes that a layer occupies; 0 if that cannot be read, so that no state can use it."""
-        return self._facts(layer)[0]
+        return (self._known.get(layer) or self._read_facts(layer))[0]
 
     def links(self, ids: Iterable[str]) -> Links:
         """Return what kind of hard links the layers have; `other` if one of them has such."""
-        kinds = {self._facts(layer)[1] for layer in ids}
+        known = self._known
+        kinds = {(known.get(layer) or self._read_facts(layer))[1] for layer in ids}
         return "other" if "other" in kinds else "regular" if "regular" in kinds else ""
 
-    def _facts(self, layer: str) -> tuple[int, Links]:
+    def _read_facts(self, layer: str) -> tuple[int, Links]:
         """Return the size and the kind of hard links of a layer; 0 and none if that cannot be read."""
-        if layer not in self._known:
-            try:
-                meta = self.meta(layer)
-                self._known[layer] = int(meta["size_bytes"]), meta.get("links", "")
-            except (OSError, ValueError, KeyError, TypeError):
-                return 0, ""
+        try:
+            meta = self.meta(layer)
+            self._known[layer] = int(meta["size_bytes"]), meta.get("links", "")
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0, ""
         return self._known[layer]
 
     def all(self) -> set[str]:

@@ -78,11 +78,18 @@ class Roster:
         owner: then its state is a snapshot too. Others' sandboxes may be used if the state is `shared`, and as old as
         the rollout expects (`fits`).
         """
-        here = self._by_position.get(position, ())
-        alive = [s for s in here if _alive(s) and (s.owner == owner or fits(s))]
-        idle = [s for s in alive if s.state is SandboxState.IDLE and (shared or s.owner in (owner, None))]
-        usable = idle or [s for s in alive if s.state is SandboxState.FREEZING]
-        return max(usable, key=lambda s: s.owner == owner, default=None)
+        best, found = -1, None
+        for slot in self._by_position.get(position, ()):
+            own = slot.owner == owner
+            if slot.state is SandboxState.IDLE and (shared or own or slot.owner is None):
+                worth = 2 + own
+            elif slot.state is SandboxState.FREEZING:
+                worth = int(own)
+            else:
+                continue
+            if worth > best and _alive(slot) and (own or fits(slot)):
+                best, found = worth, slot
+        return found
 
     def victim(self, now: float) -> Slot | None:
         """Return the idle sandbox to close first.
