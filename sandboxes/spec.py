@@ -261,6 +261,8 @@ class EnvironmentSpec(BaseModel):
     @property
     def copied_sources(self) -> tuple[str, ...]:
         """Paths on the proxy's machine that are copied into a sandbox before set-up: archives and databases."""
+        if not (self.archives or self.databases):
+            return ()
         databases = (d.source for d in self.databases.values() if d.path is not None and isinstance(d.source, str))
         return (*(archive.source for archive in self.archives), *databases)
 

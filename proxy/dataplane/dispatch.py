@@ -137,7 +137,7 @@ class Dispatch:
         _require_own(scope.get(GRANT, ALL), meaning)
         # Before the client's rollout is begun: a list of tools is no step of it.
         if isinstance(meaning, Call) and await self._is_constant(meaning, address, rollout):
-            await self._constant(address.task, _with_upload(meaning, upload, spec), exchange)
+            await self._constant(address.task, _with_upload(meaning, upload, spec) if upload else meaning, exchange)
             return
         if rollout is None and isinstance(meaning, Call):
             labels = labels_of(scope, scope["headers"])
@@ -147,7 +147,8 @@ class Dispatch:
                 dialect = self._addressing.dialect(rollout, endpoint)
                 exchange.understood(dialect, request)
                 meaning = await beside(len(body), dialect.read, request)
-        meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
+        if upload is not None:
+            meaning = _with_upload(meaning, upload, spec if rollout is None else rollout.tree.spec)
         # 3. Act: a reply of the proxy's own, a rollout's begin or end, a cancellation, or a call.
         # A message that opens a rollout may come from a client that has labels for it.
         labels = labels_of(scope, scope["headers"]) if isinstance(meaning, Open) else {}
@@ -334,10 +335,8 @@ def _is_forwarded(spec: EnvironmentSpec, endpoint: str) -> bool:
 M = TypeVar("M", bound=Meaning)
 
 
-def _with_upload(meaning: M, upload: Path | None, spec: EnvironmentSpec) -> M:
+def _with_upload(meaning: M, upload: Path, spec: EnvironmentSpec) -> M:
     """Return a request's meaning with the file of its body. Raises RefusalError (413) for one that is recorded."""
-    if upload is None:
-        return meaning
     # The body went to a file because its endpoint is forwarded, but the meaning may be of another kind.
     if not isinstance(meaning, Call) or not _is_forwarded(spec, meaning.call.endpoint):
         raise RefusalError(413, "body", "the body is larger than max_body_bytes. Send less, or raise it.")
@@ -360,10 +359,5 @@ def _headers_of(answer: Answer, ready: PreparedAnswer) -> RawHeaders:
 
 
 def _server_timing(timing: Timing) -> bytes:
-    parts = (
-        ("tool", timing.tool_s),
-        ("restore", timing.restore_s),
-        ("replay", timing.replay_s),
-        ("wait", timing.wait_s),
-    )
-    return ", ".join(f"{name};dur={seconds * 1000:.3f}" for name, seconds in parts).encode()
+    times = (timing.tool_s * 1000, timing.restore_s * 1000, timing.replay_s * 1000, timing.wait_s * 1000)
+    return b"tool;dur=%.3f, restore;dur=%.3f, replay;dur=%.3f, wait;dur=%.3f" % times

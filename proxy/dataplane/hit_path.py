@@ -15,8 +15,8 @@ from proxy.dataplane.addressing import Addressing, request_of, session_of
 from proxy.dialects.base import AT_ONCE_BYTES, Call, Request
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
-from proxy.http.answer_cache import PreparedAnswer, response
-from proxy.http.exchange import client_form, raw
+from proxy.http.answer_cache import PreparedAnswer, raw, response
+from proxy.http.exchange import client_form
 from proxy.http.lru_cache import LruCache
 from proxy.telemetry.counters import Counters
 from proxy.tree.keys import CallKey

@@ -133,7 +133,9 @@ class WarmForks:
         thinking = {rollout for rollout in self._moved if rollout.used_at < before}
         self._moved -= thinking
         # Trees that were cut short in the last round, or that a trainer waits for, need no step.
-        trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._requested() | self._unfinished
+        trees = {rollout.tree for rollout in thinking if not rollout.finished} | self._unfinished
+        if self._batches:
+            trees |= self._requested()
         self._unfinished.clear()
         if trees and self.max_forks and not self._short_of_memory():
             # Nothing is taken from a call: the pool refuses warm starts when its room gets scarce.

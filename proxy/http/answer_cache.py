@@ -1,5 +1,6 @@
 """The cache of recorded answers as HTTP responses, within a budget of bytes."""
 
+import operator
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -19,9 +20,12 @@ HIT_STATUS = b"forkpoint; hit"
 
 _NO_TIME = b"tool;dur=0, restore;dur=0, replay;dur=0, wait;dur=0"
 """The times of a hit: no tool ran, and nothing was restored."""
+_HIT_HEADERS = 2
+"""The number of headers that `hit_headers` returns."""
+_PARTS = operator.methodcaller("partition", b": ")
 _OVERHEAD_BYTES = 250
 """The memory of one answer beside the bytes of its response: objects, and its entry in the cache (tracemalloc)."""
-_LOCATIONS = frozenset({"location", "content-location", "set-cookie"})
+_LOCATIONS = frozenset({b"location", b"content-location", b"set-cookie"})
 """Headers that hold a URL or a path, which differs from client to client."""
 
 
@@ -41,8 +45,8 @@ class PreparedAnswer:
     def headers(self) -> RawHeaders:
         """The answer's own headers, then the proxy's that every use of the answer shares. A new list."""
         # Without the status line, the headers of a hit, and the two empty lines before the body.
-        lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - len(self.hit_headers)]
-        return [(name, value) for name, _, value in (line.partition(b": ") for line in lines)]
+        lines = self.hit[: self.body_at].split(b"\r\n")[1 : -2 - _HIT_HEADERS]
+        return [(name, value) for name, _, value in map(_PARTS, lines)]
 
     @property
     def marks(self) -> Headers:
@@ -84,9 +88,7 @@ class Answers:
 
     def keep(self, record: Record, result: ToolResult) -> PreparedAnswer:
         """Return the answer of a record whose result is at hand, and keep it in the cache."""
-        headers: RawHeaders = [
-            (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in of_tool_server(result.headers)
-        ]
+        headers = raw(of_tool_server(result.headers)) if result.headers else []
         # Imported answers, and those of other packages' drivers, were not read by our clients.
         if not result.headers and result.status not in (204, 304):
             headers += [(b"content-type", result.media_type.encode()), (b"content-length", b"%d" % len(result.body))]
@@ -96,7 +98,7 @@ class Answers:
             headers.append((MARKS_HEADER, ", ".join(result.marks).encode()))
         resources = timing_of(self._records.resources(record))
         hit = response(result.status, headers + hit_headers(resources), result.body)
-        has_location = any(name.lower() in _LOCATIONS for name, _ in result.headers)
+        has_location = not _LOCATIONS.isdisjoint(name for name, _ in headers[:own])
         body_at = len(hit) - len(result.body)
         ready = PreparedAnswer(result.status, hit, body_at, resources, own, has_location, result.model_tokens)
         self._ready[record.id] = ready
@@ -121,7 +123,12 @@ def timing_of(used: ResourceUse | None) -> bytes:
 def response(status: int, headers: RawHeaders, body: bytes) -> bytes:
     """Return the bytes of a whole HTTP response."""
     head = b"HTTP/1.1 %d %b\r\n" % (status, _PHRASES.get(status, b""))
-    return head + b"".join(b"%b: %b\r\n" % header for header in headers) + b"\r\n" + body
+    return head + b"".join(map(b"%b: %b\r\n".__mod__, headers)) + b"\r\n" + body
+
+
+def raw(headers: Headers) -> RawHeaders:
+    """Return headers as bytes, with names in lower case."""
+    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
 _PHRASES = {status.value: status.phrase.encode() for status in HTTPStatus}

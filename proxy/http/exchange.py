@@ -7,7 +7,7 @@ from typing import Any, TypeVar, TypeVarTuple, cast
 
 from proxy.dialects.base import AT_ONCE_BYTES, Call, Dialect, Eventful, Local, Request, Response
 from proxy.execution.step_notes import Answer
-from proxy.http.answer_cache import PreparedAnswer, RawHeaders
+from proxy.http.answer_cache import PreparedAnswer, RawHeaders, raw
 from proxy.http.asgi import Receive, Send
 from proxy.http.responses import send_response
 from proxy.http.streaming import COMMENT_S, ResponseRelay, ServerEvents
@@ -100,7 +100,7 @@ class Exchange:
             size = len(self._request.body) + len(body)
             own = await beside(size, client_form, ready, self._dialect, self._request)
             status, headers, body = own.status, raw(own.headers) + headers[ready.own :], own.body
-        headers += more + raw(self.extra)
+        headers += more + (raw(self.extra) if self.extra else [])
         await send_response(self.send, status, headers, body, sized=self._request.method != "HEAD")
 
     async def stream(
@@ -188,11 +188,6 @@ class Exchange:
 async def beside(size: int, work: Callable[[*Given], Result], *given: *Given) -> Result:
     """Return the result of a function: of one that reads more than `AT_ONCE_BYTES`, beside the event loop."""
     return await asyncio.to_thread(work, *given) if size > AT_ONCE_BYTES else work(*given)
-
-
-def raw(headers: Headers) -> RawHeaders:
-    """Return headers as bytes, with names in lower case."""
-    return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers]
 
 
 def client_form(ready: PreparedAnswer, dialect: Dialect, request: Request) -> Response:

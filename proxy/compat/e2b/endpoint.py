@@ -23,7 +23,8 @@ from proxy.dialects.base import Local, Request
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
 from proxy.http.asgi import Receive, Send
-from proxy.http.exchange import Exchange, beside, raw
+from proxy.http.answer_cache import raw
+from proxy.http.exchange import Exchange, beside
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import problem_of
 from proxy.http.responses import send_response
