@@ -125,24 +125,27 @@ class Executor:
             # at a root, a key is never that of a repeated poll.
             if not await self._renew(rollout):
                 raise
-            record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
+            record, outcome = await self.recorded(rollout, key)
+            if record is None:
+                record, outcome = await self._execute_once(rollout, rollout.node, call, key, timing, listener)
         return record, outcome
 
     async def _execute_once(
         self, rollout: Rollout, node: Node, call: AnyCall, key: CallKey, timing: Timing, listener: Listener | None
     ) -> tuple[Record | None, Outcome]:
         began = time.perf_counter()
-        # 1. Single flight: rollouts that make this call here share one execution. No await up to here since the turn
-        # began, so the node is still the rollout's.
+        # 1. Single flight: rollouts that make this call here share one execution. No await up to here since the look-up
+        # of the caller, so the node is still the rollout's, and without others in the flight there is no record yet.
         with self.flights.join(rollout, node, key) as flight:
             # Built before the lock is there: the factory's owner needs the process number while the call waits, too.
             built = call if isinstance(call, ToolCall) else call(node, key, flight.detach)
-            timing.endpoint = built.endpoint
+            timing.endpoint, alone = built.endpoint, flight.holders == 1
             async with flight.turn():
                 waited_s = time.perf_counter() - began
                 timing.wait_s += waited_s
                 # Look again: another rollout may have recorded the call while this one waited for the lock.
-                record, outcome = await self._safe_record(rollout.tree, node, key), Outcome.WAIT
+                record = None if alone else await self._safe_record(rollout.tree, node, key)
+                outcome = Outcome.WAIT
                 if record is None:
                     # The tree knows the call, but no way back to where it leads: each rollout executes it for itself.
                     if (known := node.records.get(key)) is not None:

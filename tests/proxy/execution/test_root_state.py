@@ -122,12 +122,13 @@ def test_a_rollout_that_did_nothing_begins_anew(tmp_path: Path) -> None:
     """It was created before the change, and its first call comes after it."""
 
     async def act(running: Engine, driver: ChangingDriver) -> None:
-        rollout = await running.tasks.rollout("task", "a")
+        rollout, other = [await running.tasks.rollout("task", name) for name in "ab"]
         old = rollout.tree
         driver.base = "new"
         assert await says(running, "a", "cat base") == ("new", Outcome.MISS)
+        assert await says(running, "b", "cat base") == ("new", Outcome.HIT)
         assert rollout.tree is not old
-        assert running.walkers.of(rollout.tree.id) == {rollout}
+        assert running.walkers.of(rollout.tree.id) == {rollout, other}
         row = running.store.rollouts.of_task("task", name="a")[0]
         assert row["tree"] == rollout.tree.id
         assert row["start"] == rollout.tree.root.id
