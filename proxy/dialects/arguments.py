@@ -1,4 +1,4 @@
-"""What a built-in tool takes, declared once: checks of requests and of bundles, OpenAPI's text and MCP's schema (pure)."""
+"""What a built-in tool takes, declared once: checks, OpenAPI's text and MCP's schema follow from it (pure)."""
 
 from collections.abc import Mapping
 from functools import cache

@@ -169,16 +169,20 @@ def decode(frame: IpcFrame, *expected: type[IpcMessage]) -> Envelope[IpcMessage]
     content, body, fds = frame
     try:
         message = decode_bytes(content, *expected)
-        # Code behind this indexes the descriptors.
-        minimum, maximum = message.descriptors
-        if not minimum <= len(fds) <= maximum:
-            raise MalformedFrameError(f"{message.op}: {len(fds)} descriptors came, {minimum} to {maximum} belong to it")
+        _require_descriptors(message, len(fds))
     # Closed here, because a caller that gets an exception has no envelope to close them from.
     except MalformedFrameError:
         for fd in fds:
             os.close(fd)
         raise
     return Envelope(message, body, fds)
+
+
+def _require_descriptors(message: IpcMessage, count: int) -> None:
+    # Code behind `decode` indexes the descriptors.
+    minimum, maximum = message.descriptors
+    if not minimum <= count <= maximum:
+        raise MalformedFrameError(f"{message.op}: {count} descriptors came, {minimum} to {maximum} belong to it")
 
 
 @cache

@@ -30,8 +30,7 @@ from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local
 from proxy.http.access import Grant
 from proxy.http.address import Address
-from proxy.http.answer_cache import Answers, response
-from proxy.http.answer_cache import raw
+from proxy.http.answer_cache import Answers, raw, response
 from proxy.http.sent_labels import owned
 from proxy.refusals import RefusalError
 from proxy.tree.environments import EnvironmentRequest

@@ -16,8 +16,7 @@ from proxy.compat.endpoints import EndpointContext, StreamTransport
 from proxy.dialects.base import Dialect, Local, Meaning, Request
 from proxy.http.access import ALL, GRANT
 from proxy.http.address import Address
-from proxy.http.answer_cache import response
-from proxy.http.answer_cache import raw
+from proxy.http.answer_cache import raw, response
 from proxy.http.exchange import Exchange
 from proxy.http.problems import failed_call
 from proxy.refusals import Problem, RefusalError

@@ -22,8 +22,8 @@ from proxy.compat.endpoints import EndpointContext
 from proxy.dialects.base import Local, Request
 from proxy.http.access import ALL, GRANT, Grant
 from proxy.http.address import Address
-from proxy.http.asgi import Receive, Send
 from proxy.http.answer_cache import raw
+from proxy.http.asgi import Receive, Send
 from proxy.http.exchange import Exchange, beside
 from proxy.http.lru_cache import LruCache
 from proxy.http.problems import problem_of

@@ -24,12 +24,12 @@ NEEDED: dict[str, dict[str, Any]] = {
     "exec": {"command": "ls"}, "load_video": {"name": "v"}, "get_frame": {"t": 1.0},
     "caption_retrieval": {"start": 0, "end": 1}, "segment_localization": {"description": "d"},
     "visual_question_answering": {"question": "q", "segment": 1}, "object_memory_querying": {"question": "q"},
-    **dict.fromkeys(("query", "script", "explain"), {"sql": "SELECT 1"}),
+    "query": {"sql": "SELECT 1"}, "script": {"sql": "SELECT 1"}, "explain": {"sql": "SELECT 1"},
     "compare": {"sql": "SELECT 1", "gold": "SELECT 1"},
 }  # fmt: skip
 
 
-@pytest.fixture(params=NAMES, ids=lambda names: "-".join(names))
+@pytest.fixture(params=NAMES, ids="-".join)
 def extended(request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """A tool whose arguments have one more option, added where they are declared."""
     kind = ARGUMENTS[request.param[0]][request.param[1]]
@@ -75,7 +75,9 @@ def test_defaults_are_what_a_call_without_them_has() -> None:
     assert builtin_tools.defaults_of("shell", "put", EnvironmentSpec()) == {}
 
 
-@pytest.mark.parametrize("body", [b'{"timeout_s": true}', b'{"timeout_s": 0}', b'{"session": "a\\n"}', b'{"user": "u"}'])
+@pytest.mark.parametrize(
+    "body", [b'{"timeout_s": true}', b'{"timeout_s": 0}', b'{"session": "a\\n"}', b'{"user": "u"}']
+)
 def test_values_are_checked(body: bytes) -> None:
     with pytest.raises(RefusalError):
         BY_NAME["exec"].call({"command": "ls", **orjson.loads(body)}, EnvironmentSpec())
