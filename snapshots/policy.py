@@ -2,6 +2,9 @@
 
 A snapshot saves a replay each time a sandbox is needed in its state. It costs the seconds to take it and its bytes, so
 states that are cheap to replay need none. `bench/regret.py` measures these rules against the best choice in hindsight.
+
+A state without a snapshot and without a replay that surely reaches it answers nobody else's calls
+(`restore_plan.has_way_back`): beside live processes, a snapshot that is not taken turns hits into misses.
 """
 
 import heapq

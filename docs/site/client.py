@@ -20,14 +20,12 @@ CLASSES: tuple[tuple[str, type, type], ...] = (
     ("`Task`, `AsyncTask`", client.Task, operations.TaskOperations),
     ("`Rollout`, `AsyncRollout`", client.Rollout, operations.RolloutOperations),
 )
-RESULTS = (
-    results.CallResult, results.ShellResult, results.FileResult, results.HarnessRun, results.HarnessTurn,
-    results.SqlResult, results.ComparedQueries, results.VideoResult,
-    results.ToolResponse, results.RolloutInfo, results.Step, results.TaskInfo, trees.Tree,
-    results.Node, results.Report, results.ReportRow, trajectories.Trajectory, trajectories.ModelTurn, results.Diff,
-    results.Stats,
-    errors.ForkpointError, errors.UnreachableError,
-)  # fmt: skip
+RESULTS = tuple(
+    value
+    for module in (results, trees, trajectories, errors)
+    for name, value in vars(module).items()
+    if isinstance(value, type) and value.__module__ == module.__name__ and not name.startswith("_")
+)
 
 
 def client_page() -> str:

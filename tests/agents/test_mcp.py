@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from proxy.dialects.shell import ExecArguments
 from tests.agents.mcp_requests import HIT, Agent, spec, text_of
 from tests.agents.serving import Proxy, real_proxy
 from tests.machine import require_sandboxes, wait_until
@@ -39,8 +40,8 @@ def test_optional_arguments_may_be_null(proxy: Proxy) -> None:
     listed = {tool["name"]: tool for tool in agent.send("tools/list").json()["result"]["tools"]}
     members = listed["exec"]["inputSchema"]["properties"]
     assert {name: member.get("nullable", False) for name, member in members.items()} == {
-        "command": False, "timeout_s": True, "session": True, "service": True, "user": True,
-    }  # fmt: skip
+        name: name != "command" for name in ExecArguments.model_fields
+    }
     answer = agent.tool("exec", command="echo on", timeout_s=None, session=None).json()["result"]
     assert answer["content"][0]["text"] == "on\n"
 

@@ -10,6 +10,7 @@ from forkpoint import ForkpointError
 from forkpoint.client import AsyncRollout, Rollout
 from forkpoint.exchange import MAX_PAUSE_S, ApiRequest, Reply, error_of, path_of, retry_pause_s
 from forkpoint.results import how_answered
+from proxy.dialects.shell import ExecArguments
 
 BUSY = json.dumps({"type": "urn:forkpoint:overloaded", "title": "All sandboxes are busy", "detail": "Wait."}).encode()
 
@@ -91,7 +92,5 @@ def test_segments_of_paths_are_quoted() -> None:
 def test_operations_keep_signature_and_docstring() -> None:
     """`help` and editors show an operation as the method that it is, on both kinds of objects."""
     for kind in (Rollout, AsyncRollout):
-        assert list(inspect.signature(kind.exec).parameters) == [
-                "self", "command", "timeout_s", "session", "service", "user",
-            ]  # fmt: skip
+        assert inspect.signature(kind.exec).parameters.keys() == {"self", *ExecArguments.model_fields}
         assert (inspect.getdoc(kind.exec) or "").startswith("Run a command in the rollout's shell.")

@@ -5,6 +5,7 @@ Time, chance and the machine are fixed where the proxy reads them, so each recor
 
 import asyncio
 import itertools
+import logging
 import os
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import orjson
+import structlog
 
 from proxy.cli import doctor
 from proxy.control import api_description
@@ -158,4 +160,7 @@ def _example(proxy: Running, method: str, path: str, operation: dict[str, Any]) 
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) if sys.argv[1:] else api_description._EXAMPLES).write_bytes(record())
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    to = Path(sys.argv[1]) if sys.argv[1:] else api_description._EXAMPLES
+    to.write_bytes(record())
+    print(f"written: {to}")
