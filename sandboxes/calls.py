@@ -143,6 +143,7 @@ class Execution:
     # False if the result holds for this rollout and moment only, such as a timeout or the time of day. It stays in the
     # rollout's own history, and a state that the call made is private.
     shareable: bool = True
+    short: bool = False  # The machine had none left of what all its sandboxes share, such as pipes.
     # While processes are running: files or processes changed lately without a call, so the state may differ soon.
     restless: bool = False
     replay: ToolCall | None = None  # The call that a replay must run to reach the state, if it is not this call.

@@ -57,7 +57,7 @@ class Member:
         self.database, self.gate, self.ingress = database, gate, Ingress()
         self.replaced: Callable[[], None] = lambda: None
         # Awaited before a task is handed over, for so many seconds at most: the next owner finds its kept states.
-        self.hands_over: Callable[[Owned, float], Awaitable[None]] | None = None
+        self.hands_over: Callable[[Owned, float], Awaitable[bool]] | None = None
         self.is_leaving = False  # Whether this member takes no task over any more, because it is drained or stops.
         self._engine = engine
         self.passing = Passing(secret, database.membership)  # Passes requests on to other members.
@@ -172,15 +172,20 @@ class Member:
     async def hand_over(
         self, tasks: "Sequence[Owned]", give: "Callable[[str, int], Awaitable[bool]]"
     ) -> messages.DrainAnswer:
-        """Hand tasks over, one by one. Calls that run after `LEAVE_S` are made again by the next owner."""
+        """Hand tasks over, one by one. Calls that run after `LEAVE_S` are made again by the next owner.
+
+        A task stays if a rollout of it has a state that no other member could have.
+        """
         clock = asyncio.get_running_loop().time
         handed, until, left_s = 0, clock() + LEAVE_S, SEND_S
         for owned in tasks:
             await self._await_calls(owned.task, until)
             if self.hands_over is not None:
                 began = clock()
-                await self.hands_over(owned, left_s)
+                is_safe = await self.hands_over(owned, left_s)
                 left_s = max(0.0, left_s - (clock() - began))
+                if not is_safe:
+                    continue
             # A row of this owner that came after the next one has read the log would keep that one from its first row.
             async with owned.holding_rows():
                 with suppress(DatabaseError):

@@ -176,6 +176,8 @@ class Executor:
             self._counts.egress.note(execution.exchanges, rollout.tree.id, node.id, rollout.name, time.time())
             timing.tool_s = execution.seconds
             slot.calls += 1
+            if execution.short:
+                self._restorer.note_shortage()
             # A poll without new output changed nothing, so the sandbox is still at the node and no step is taken.
             if execution.is_empty:
                 return None

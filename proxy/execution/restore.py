@@ -108,6 +108,10 @@ class Restorer:
         slot.live_from = time.monotonic() - arrival_age_s(record)
         self._pool.roster.move(slot, record.target)
 
+    def note_shortage(self) -> None:
+        """Note that the sandboxes which live hold all that the machine has for them, such as pipes."""
+        self._pool.room.note_shortage()
+
     @property
     def has_spare_room(self) -> bool:
         """Whether a sandbox may be made without taking room that a call may need."""

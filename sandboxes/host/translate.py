@@ -118,6 +118,7 @@ def execution(done: Envelope[CallDone], result: ToolResult | None = None) -> Exe
         message.state.witness or None,
         # Others would get the failure as an answer, long after what was short is there again.
         shareable=not message.short,
+        short=message.short,
         restless=message.state.restless,
         course=Course(message.order, message.last_pid),
         resources=None if message.resources is None else ResourceUse(**members_of(message.resources)),

@@ -20,6 +20,7 @@ from sandboxes.host import layer_tar
 from sandboxes.ipc.state_messages import Links
 from sandboxes.linux.descriptors import Opened
 from sandboxes.linux.files import remove_tree
+from sandboxes.local.layer_check import fault_of
 from sandboxes.local.layers import LayerMeta, Layers, Upper, read_manifest
 from sandboxes.open_sandboxes import Holding
 from sandboxes.portability import NotPortableError
@@ -38,8 +39,11 @@ class LayerPorter:
         return kind == "files"
 
     def pack(self, part: str) -> Iterator[bytes]:
-        """Yield a layer's canonical tar, in pieces."""
-        return layer_tar.pack(self._layers.frozen / part, self._layers.tables.of(part))
+        """Yield a layer's canonical tar, in pieces. Raises OSError before the first one if the layer is damaged."""
+        # Elsewhere it would be intact: it is checked there by what is read here.
+        if part not in self._layers.intact and (fault := fault_of(self._layers.frozen / part)):
+            raise OSError(f"layer {part} is damaged: {fault}")
+        yield from layer_tar.pack(self._layers.frozen / part, self._layers.tables.of(part))
 
     @contextmanager
     def unpacking(self) -> "Iterator[LayerUnpacking]":

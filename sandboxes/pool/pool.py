@@ -59,7 +59,7 @@ class Pool:
         # `waiting`: how many callers wait for room.
         # `evicted`: how many sandboxes were closed for room before their rollouts had ended.
         self.waiting = self.evicted = self._seen = 0
-        self._room, self._patience_s, self._keep = room, patience_s, keep
+        self.room, self._patience_s, self._keep = room, patience_s, keep
         self._changed = asyncio.Condition()
         self._starts = Starts(_STARTS, callers)
         self._closing = 0
@@ -76,7 +76,7 @@ class Pool:
     @property
     def bound(self) -> RoomBound:
         """The most sandboxes at this moment, and what bounds them."""
-        return self._room.bound(self._taken)
+        return self.room.bound(self._taken)
 
     @property
     def _full(self) -> bool:

@@ -17,9 +17,9 @@ SANDBOX_BYTES = 12 << 20
 """Memory of an idle sandbox: 8 to 10 MB were measured, of pid 1, its template, the shell and the kernel's part."""
 SANDBOX_DESCRIPTORS = 8
 """File descriptors that the proxy holds for a sandbox, rounded up: 5 were measured."""
-SANDBOX_PIPE_PAGES = 12
-"""Pages that the pipes to a sandbox's shells may hold between calls; a tool server has up to 48 more. The kernel bounds
-them for each user (pipe(7)): beyond, answers may show that pipes are small, and are their rollouts' own
+SANDBOX_PIPE_PAGES, _SERVER_PIPE_PAGES = 12, 48
+"""Pages that the pipes to a sandbox's shells may hold between calls, and how many more a tool server has. The kernel
+bounds them for each user (pipe(7)): beyond, answers may show that pipes are small, and are their rollouts' own
 (`linux/user_counts`)."""
 SANDBOX_PROCESSES = 8
 """Processes of a sandbox: 3 were measured, and a command has some of its own."""
@@ -51,6 +51,11 @@ class Room:
         self._setting, self._reserve_bytes, self._workers = setting, reserve_bytes, workers
         self._other_files = other_files
         self._looked_at, self._bound = -_LOOK_S, RoomBound(1, "", "")
+        self._is_short, self._most_by_pipes = False, _MOST
+
+    def note_shortage(self) -> None:
+        """Note that nothing was left of what all sandboxes share: pipes, if each has tool servers. Fewer have room."""
+        self._is_short = True
 
     def bound(self, live: int) -> RoomBound:
         """Return the most sandboxes with which the machine has room for all, `live` ones of which there are already."""
@@ -74,7 +79,13 @@ class Room:
         yield RoomBound(max(1, files), "open files", "raise the limit of open files (ulimit -n, LimitNOFILE=)")
         pages = (_number("/proc/sys/fs/pipe-user-pages-soft") or cgroups.UNLIMITED) // self._workers
         remedy = "raise the limit of pipes (sysctl fs.pipe-user-pages-soft=262144)"
-        yield RoomBound(max(1, (pages - pages // _RESERVE_SHARE) // SANDBOX_PIPE_PAGES), "pipes", remedy)
+        pages -= pages // _RESERVE_SHARE
+        if self._is_short:
+            self._is_short, self._most_by_pipes = False, min(self._most_by_pipes, live - live // _RESERVE_SHARE)
+        # One sandbox that takes all pipes does not leave room for itself alone.
+        least = pages // 2 // (SANDBOX_PIPE_PAGES + _SERVER_PIPE_PAGES)
+        most = min(pages // SANDBOX_PIPE_PAGES, max(least, self._most_by_pipes))
+        yield RoomBound(max(1, most), "pipes", remedy)
         for limit, used in _processes():
             free = (limit - limit // _RESERVE_SHARE - used) // self._workers
             remedy = "raise the limit of processes (kernel.pid_max, TasksMax=)"

@@ -224,9 +224,20 @@ def rows_since(connection: CatalogConnection, table: str, transaction: int) -> s
 _NAMED = f"({_USER_SCHEMAS} OR n.oid = pg_catalog.pg_my_temp_schema())"
 """Schemas whose objects a statement may use: the users', and the session's own temporary ones."""
 _READ_OBJECTS = (
-    f"""SELECT p.proname, concat_ws(E'\\nset ', p.prosrc, array_to_string(p.proconfig, E'\\nset '))
+    # Some bodies are in no `prosrc`, and a parameter's default is in none.
+    f"""SELECT p.proname, CASE WHEN a.aggfnoid IS NULL
+        THEN concat_ws(E'\\nset ', p.prosrc, CASE WHEN p.prokind <> 'w' THEN pg_get_functiondef(p.oid) END,
+            array_to_string(p.proconfig, E'\\nset '))
+        ELSE concat_ws(' ', aggtransfn, aggfinalfn, aggcombinefn, aggmtransfn, aggminvtransfn, aggmfinalfn) END
     FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_namespace n ON n.oid = p.pronamespace
+    LEFT JOIN pg_catalog.pg_aggregate a ON a.aggfnoid = p.oid
     LEFT JOIN pg_catalog.pg_depend d ON d.objid = p.oid AND d.deptype = 'e' WHERE {_NAMED} AND d.objid IS NULL""",
+    # Of an extension's functions in C nothing is known but that they may return something else each time.
+    """SELECT p.proname, 'gen_random_uuid()' FROM pg_catalog.pg_proc p JOIN pg_catalog.pg_depend d ON d.objid = p.oid
+    JOIN pg_catalog.pg_language l ON l.oid = p.prolang
+    WHERE d.deptype = 'e' AND d.classid = 'pg_proc'::regclass AND p.provolatile = 'v' AND l.lanname = 'c'""",
+    """SELECT t.typname, c.castfunc::regproc FROM pg_catalog.pg_cast c
+    JOIN pg_catalog.pg_type t ON t.oid IN (c.castsource, c.casttarget) WHERE c.oid >= 16384""",
     f"""SELECT c.relname, pg_get_viewdef(c.oid) FROM pg_catalog.pg_class c
     JOIN pg_catalog.pg_namespace n ON n.oid = c.relnamespace
     WHERE {_NAMED} AND c.relkind IN ('v', 'm')""",

@@ -18,7 +18,8 @@ _FUNCTIONS = (
     r"gen_random_bytes uuid_generate_\w+ uuidv7 pg_sleep\w* pg_relation_filepath inet_client_\w+ inet_server_\w+ "
     r"pg_current_\w+ txid_\w+ pg_snapshot_\w+ pg_backend_pid pg_postmaster_\w+ pg_conf_load_time current_database "
     r"pg_control_\w+ pg_tablespace_size "
-    "current_query lo_creat lo_create lo_import lo_from_bytea"
+    "current_query lo_creat lo_create lo_import lo_from_bytea pg_relation_filenode uuidv4 array_sample array_shuffle "
+    "pg_cursor pg_lock_status pg_show_all_settings"
 )
 _NAMES = (
     r"show\s+all current_timestamp current_time current_date localtime localtimestamp current_catalog tablesample "
@@ -36,7 +37,8 @@ _APPLICATION_NAME = (
 
 VOLATILE = re.compile(
     rf"{_APPLICATION_NAME}|\b(?:{'|'.join(_NAMES.split())})\b|\b(?:{'|'.join(_FUNCTIONS.split())}){_PARENTHESIS}"
-    r"|['$]\s*(?:now|today|tomorrow|yesterday)\b|\bu&['\"]"
+    # As the whole literal, or within an array, a row or a range.
+    rf"|['$](?:[^'$]*[\[({{,\"])?\s*(?:now|today|tomorrow|yesterday)\b|\bu&['\"]"
     # The same words with escapes in them (PostgreSQL's manual, 4.1.2.2).
     r"|\be'(?:\s|\\[bfnrt])*(?:[nowtdaymres]*\\[0-7xu]|(?:now|today|tomorrow|yesterday)\b)",
     re.IGNORECASE | re.DOTALL,

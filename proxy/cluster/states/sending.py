@@ -14,6 +14,7 @@ Theory of operation:
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -134,14 +135,24 @@ class Sender:
         if self._waiting.get(waiting.key) is waiting:
             del self._waiting[waiting.key]
 
-    async def flush(self, owned: Owned, within_s: float) -> None:
-        """Send what waits of a task that is about to be handed over, and return when that is done or time is over."""
+    async def flush(self, owned: Owned, within_s: float) -> bool:
+        """Send what waits of a task that is about to be handed over; return whether its rollouts would lose no state.
+
+        After `within_s` the next owner has to replay the rest, which not every replay reaches.
+        """
         try:
             async with asyncio.timeout(within_s):
                 while jobs := [each.job for each in self._waiting.values() if self._hurries(each, owned)]:
                     await asyncio.wait([job for job in jobs if job is not None])
         except TimeoutError:
             log.warning("not all kept states were sent in time: the next owner replays", task=owned.task)
+            return not any(self._hurries(each, owned) and self._is_only_way(each) for each in self._waiting.values())
+        return True
+
+    def _is_only_way(self, waiting: _Waiting) -> bool:
+        tree, node = waiting.tree, waiting.node
+        states = self._states_of(tree.id)
+        return states is not None and self._is_needed(tree, node) and math.isinf(self._replay_s(tree, node, states))
 
     def _hurries(self, waiting: _Waiting, owned: Owned) -> bool:
         """Let a state of a task wait no longer; return False for one of another task."""
@@ -201,8 +212,14 @@ class Sender:
         states.here.add(node.id)
         if node.id in states.kept:
             return False
-        is_needed = any(rollout.node is node for rollout in self._engine.walkers.of(tree.id))
-        return replay_s(node, states.kept, self._engine.cache.costs[tree.spec.driver], proven=is_needed) > WORTH_S
+        return self._replay_s(tree, node, states) > WORTH_S
+
+    def _is_needed(self, tree: Tree, node: Node) -> bool:
+        return any(rollout.node is node for rollout in self._engine.walkers.of(tree.id))
+
+    def _replay_s(self, tree: Tree, node: Node, states: TaskStates) -> float:
+        costs, proven = self._engine.cache.costs[tree.spec.driver], self._is_needed(tree, node)
+        return replay_s(node, states.kept, costs, proven=proven)
 
     def _pause(self, error: ObjectStoreError) -> None:
         self._engine.counts.failure("store")

@@ -4,6 +4,9 @@ import asyncio
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
 
 from proxy.tree.rollout import Outcome
 from sandboxes.calls import Execution, ToolCall, names_any
@@ -41,7 +44,7 @@ class SlowSandbox(MemorySandbox):
         execution = await super().execute(call, listener)
         SlowSandbox.running -= 1
         SlowSandbox.timeouts -= 1
-        return replace(execution, shareable=SlowSandbox.timeouts < 0)
+        return replace(execution, shareable=SlowSandbox.timeouts < 0, short=SlowSandbox.timeouts >= 0)
 
 
 class SlowDriver(MemoryDriver):
@@ -67,6 +70,21 @@ def test_a_timeout_is_its_rollouts_own(tmp_path: Path) -> None:
             assert (await ask(running, second, "echo end > log"))[1] is Outcome.MISS
             assert first.node is second.node
             assert driver.executed.count(SLOW) == 2
+
+    asyncio.run(body())
+
+
+def test_a_shortage_leaves_room_for_fewer_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 258 idle tool servers no later answer was shared."""
+
+    async def body() -> None:
+        async with engine(tmp_path, SlowDriver()) as running:
+            noted = Mock()
+            monkeypatch.setattr(running.pool.room, "note_shortage", noted)
+            rollout = await running.tasks.rollout("task", "first")
+            for command, times in (("echo 1", 0), (SLOW, 1)):
+                await ask(running, rollout, command)
+                assert noted.call_count == times
 
     asyncio.run(body())
 

@@ -69,6 +69,10 @@ def frozen_once(data_dir: Path, command: str, damage: Callable[[Path], object] |
 
     async def refuse(frozen: FrozenState) -> None:
         async with opened(LocalDriver(data_dir)) as driver:
+            assert isinstance(driver, LocalDriver)
+            # Another machine would take it for intact.
+            with pytest.raises(OSError, match="is damaged"):
+                next(iter(driver.porter.pack(frozen.parts[0])))
             for _ in range(2):
                 with pytest.raises(StateGoneError):
                     await driver.restore(SPEC, frozen)

@@ -63,6 +63,7 @@ def test_answers_of_a_shortage_are_their_rollouts_own(data_dir: Path, caplog: py
 
     async def told(sandbox: Sandbox) -> tuple[bytes, bool]:
         execution = await sandbox.execute(ToolCall("shell", "exec", {"command": READ, "session": "main"}))
+        assert execution.short is not execution.shareable
         return execution.result.body, execution.shareable
 
     async def go() -> None:

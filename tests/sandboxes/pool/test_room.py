@@ -62,7 +62,14 @@ def test_open_files_bound(machine: pytest.MonkeyPatch) -> None:
 def test_pipes_bound(machine: pytest.MonkeyPatch) -> None:
     """Beyond, the answers of all sandboxes may show that there are too many."""
     machine.setattr(room, "_number", lambda path: {"/proc/sys/fs/pipe-user-pages-soft": 16_384}[path])
-    assert Room(None).bound(0)[:2] == (14_336 // room.SANDBOX_PIPE_PAGES, "pipes")
+    machine.setattr(room, "_LOOK_S", 0.0)
+    own = Room(None)
+    assert own.bound(0)[:2] == (14_336 // room.SANDBOX_PIPE_PAGES, "pipes")
+    # Tool servers have pipes too, of which a room does not know.
+    own.note_shortage()
+    assert [own.bound(live)[:2] for live in (256, 230)] == [(224, "pipes")] * 2
+    own.note_shortage()
+    assert own.bound(5).most == 14_336 // 2 // 60
 
 
 def test_processes_bound(machine: pytest.MonkeyPatch) -> None:

@@ -664,7 +664,14 @@ def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Clu
         "CREATE TABLE child (id int REFERENCES parent ON DELETE SET NULL, at timestamptz);"
         "CREATE TRIGGER stamp BEFORE UPDATE ON child FOR EACH ROW EXECUTE FUNCTION stamp();"
         "CREATE TABLE hidden (until timestamptz); CREATE POLICY p ON hidden USING (until > now());"
-        "ALTER TABLE hidden ENABLE ROW LEVEL SECURITY; ALTER TABLE hidden FORCE ROW LEVEL SECURITY",
+        "ALTER TABLE hidden ENABLE ROW LEVEL SECURITY; ALTER TABLE hidden FORCE ROW LEVEL SECURITY;"
+        "CREATE FUNCTION parsed() RETURNS timestamptz LANGUAGE sql RETURN now();"
+        "CREATE FUNCTION given(at timestamptz DEFAULT now()) RETURNS timestamptz LANGUAGE sql AS 'SELECT at';"
+        "CREATE FUNCTION add(int, int) RETURNS int LANGUAGE sql AS 'SELECT $1 + $2 + (100 * random())::int';"
+        "CREATE AGGREGATE total(int) (SFUNC = add, STYPE = int);"
+        "CREATE TYPE pair AS (x int, y float); CREATE EXTENSION pgcrypto;"
+        "CREATE FUNCTION paired(int) RETURNS pair LANGUAGE sql AS 'SELECT ($1, random())::pair';"
+        "CREATE CAST (int AS pair) WITH FUNCTION paired(int)",
     )
 
     async def test(driver: PostgresDriver) -> None:
@@ -680,9 +687,15 @@ def test_volatility_is_detected_through_definitions(tmp_path: Path, cluster: Clu
             "INSERT INTO parts (id) VALUES (1)",
             "DELETE FROM parent",
             "SELECT * FROM hidden",
+            "SELECT parsed()",
+            "SELECT given()",
+            "SELECT total(1)",
+            "SELECT (1::pair).y",
+            "SELECT gen_salt('md5')",
+            "SELECT crypt('word', 'salt')",
         )
         shareable = [(await ask(sandbox, statement, database="hidden")).shareable for statement in statements]
-        assert shareable == [False, False, True, *[False] * 7]
+        assert shareable == [False, False, True, *[False] * 12, True]
 
     driven(tmp_path, test)
 
