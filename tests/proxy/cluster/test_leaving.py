@@ -26,7 +26,7 @@ def owned(task: str, append: Any) -> Owned:
 
 
 def test_a_drain_waits_for_a_slow_store_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tasks share the time for which states are sent. Each is handed over, unless a rollout would lose its state."""
+    """All tasks share the time for which states are sent. Each is handed over, unless a rollout loses its state."""
     monkeypatch.setattr(member_module, "SEND_S", 0.2)
     waited: list[float] = []
 
