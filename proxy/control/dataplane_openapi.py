@@ -69,9 +69,11 @@ def _built_in() -> Iterator[tuple[str, McpTool]]:
 
 
 def _tool(endpoint: str, tool: McpTool) -> dict[str, Any]:
-    body = {"schema": schema_of(tool.kind)} | ({"example": {"command": "pytest -q"}} if tool.name == "exec" else {})
+    body: dict[str, Any] = {"schema": schema_of(tool.tool.kind)}
+    if tool.name == "exec":
+        body["example"] = {"command": "pytest -q"}
     return {
-        "summary": tool.description,
+        "summary": tool.tool.description,
         "tags": [endpoint],
         "requestBody": {"required": True, "content": {"application/json": body}},
         "responses": _answers(_ANSWERS[endpoint]),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -53,16 +53,22 @@ def _plain(schema: dict[str, Any]) -> dict[str, Any]:
     return {**(forms[0] if len(forms) == 1 else {"anyOf": forms} if forms else {}), **kept}
 
 
-def tool_entry(name: str, description: str, kind: type[ToolArguments], *, reads: bool) -> dict[str, Any]:
-    """Return a tool's entry in MCP's `tools/list`, described for the model."""
-    schema = schema_of(kind)
-    # Clients that give every argument, such as smolagents, need to know which may be null.
-    members = {
-        member: about if member in schema["required"] else {**about, "nullable": True}
-        for member, about in schema["properties"].items()
-    }
-    annotations = {"readOnlyHint": reads}
-    return {
-        "name": name, "description": description, "inputSchema": {**schema, "properties": members},
-        "annotations": annotations,
-    }  # fmt: skip
+class BuiltInTool(NamedTuple):
+    """A tool as a model sees it."""
+
+    kind: type[ToolArguments]
+    description: str
+    reads: bool = False  # Whether the tool never changes the state (MCP's `readOnlyHint`).
+
+    def listed(self, name: str) -> dict[str, Any]:
+        """Return the tool's entry in MCP's `tools/list`."""
+        schema = schema_of(self.kind)
+        # Clients that give every argument, such as smolagents, need to know which may be null.
+        members = {
+            member: about if member in schema["required"] else {**about, "nullable": True}
+            for member, about in schema["properties"].items()
+        }
+        return {
+            "name": name, "description": self.description, "inputSchema": {**schema, "properties": members},
+            "annotations": {"readOnlyHint": self.reads},
+        }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from proxy.dialects import shell, sql, video
-from proxy.dialects.arguments import ToolArguments, checked_arguments, tool_entry
+from proxy.dialects.arguments import BuiltInTool, ToolArguments, checked_arguments
 from proxy.dialects.base import Response
 from proxy.refusals import RefusalError
 from sandboxes.calls import ToolCall
@@ -26,9 +26,7 @@ class McpTool:
     """One built-in tool. No two tools have the same name."""
 
     name: str
-    description: str  # For the model.
-    kind: type[ToolArguments]
-    reads: bool  # Whether the tool never changes the state (MCP's `readOnlyHint`).
+    tool: BuiltInTool
     call: Make  # Makes the endpoint's call from a client's arguments; raises `RefusalError`.
     offered: Callable[[EnvironmentSpec], bool]  # Returns whether a task with an environment has the tool.
     # Makes the MCP result of the endpoint's response; None for a response that is shown as text.
@@ -36,12 +34,12 @@ class McpTool:
 
     def listed(self) -> dict[str, Any]:
         """Return the tool's entry in `tools/list`."""
-        return tool_entry(self.name, self.description, self.kind, reads=self.reads)
+        return self.tool.listed(self.name)
 
 
 ARGUMENTS: dict[str, dict[str, type[ToolArguments]]] = {
     "shell": {"exec": shell.ExecArguments, **dict.fromkeys(("put", "get", "delete"), shell.FileArguments)},
-    "sql": dict(sql.TOOLS),
+    "sql": {name: tool.kind for name, tool in sql.TOOLS.items()},
     "video": {name: tool.kind for name, tool in video.TOOLS.items()},
 }
 """What a recorded call has, by endpoint and tool."""
@@ -101,14 +99,14 @@ def _command_text(value: dict[str, Any]) -> str:
     return f"{output}{gap}[{cause}exit code {value['exit_code']}]\n"
 
 
+_EXEC = BuiltInTool(shell.ExecArguments, "Run a command in the rollout's live shell session.")
+_READ = BuiltInTool(shell.FileArguments, "Read a text file.", reads=True)
+_WRITE = BuiltInTool(shell.WriteArguments, "Write a text file.")
 _SHELL = (
-    McpTool(
-        "exec", "Run a command in the rollout's live shell session.", shell.ExecArguments, False, _exec, _has_shell,
-        _command_result,
-    ),
-    McpTool("read_file", "Read a text file.", shell.FileArguments, True, _read_file, _has_shell, lambda _: None),
-    McpTool("write_file", "Write a text file.", shell.WriteArguments, False, _write_file, _has_shell, lambda _: None),
-)  # fmt: skip
+    McpTool("exec", _EXEC, _exec, _has_shell, _command_result),
+    McpTool("read_file", _READ, _read_file, _has_shell, lambda _: None),
+    McpTool("write_file", _WRITE, _write_file, _has_shell, lambda _: None),
+)
 
 
 # -- sql -------------------------------------------------------------------------------------------------------------
@@ -119,40 +117,22 @@ def _sql_result(response: Response) -> Result | None:
     return value and _structured(value, response.body.decode(), failed=value["error"] is not None)
 
 
-_SQL_TOOLS = {
-    "query": "Run one SQL statement; its rows, or how many it changed.",
-    "script": "Run several SQL statements, all or nothing.",
-    "explain": "Show a statement's query plan; nothing is run.",
-    "compare": "Whether two queries give the same rows here; nothing is changed.",
-    "tables": "List tables and views.",
-    "schema": "Show the definition of one table, or of everything.",
-}
+def _sql(name: str, arguments: dict[str, Any], spec: EnvironmentSpec) -> ToolCall:
+    return sql.parse("POST", name, "", orjson.dumps(arguments), spec)
 
 
-def _sql_tool(name: str, description: str) -> McpTool:
-    return McpTool(
-        # `query` and `script` run any statement, so they may change the database.
-        name, description, sql.TOOLS[name], name not in ("query", "script"),
-        lambda arguments, spec: sql.parse("POST", name, "", orjson.dumps(arguments), spec),
-        lambda spec: bool(spec.databases), _sql_result,
-    )  # fmt: skip
-
-
-_SQL = tuple(_sql_tool(name, description) for name, description in _SQL_TOOLS.items())
+_SQL = tuple(
+    McpTool(name, tool, partial(_sql, name), lambda spec: bool(spec.databases), _sql_result)
+    for name, tool in sql.TOOLS.items()
+)
 
 
 # -- video -----------------------------------------------------------------------------------------------------------
 
-
-def _video_tool(name: str) -> McpTool:
-    kind = video.TOOLS[name]
-    return McpTool(
-        name, kind.description, kind.kind, name not in video.CHANGING, partial(video.call_of, name),
-        lambda spec: spec.video is not None, video.mcp_content,
-    )  # fmt: skip
-
-
-_VIDEO = tuple(_video_tool(name) for name in video.TOOLS)
+_VIDEO = tuple(
+    McpTool(name, tool, partial(video.call_of, name), lambda spec: spec.video is not None, video.mcp_content)
+    for name, tool in video.TOOLS.items()
+)
 
 
 # -- all -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from urllib.parse import parse_qsl
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from proxy.dialects.arguments import ToolArguments, checked_arguments
+from proxy.dialects.arguments import BuiltInTool, ToolArguments, checked_arguments
 from proxy.dialects.base import json_object
 from proxy.dialects.sql_normalize import canonical_statement
 from proxy.refusals import RefusalError
@@ -68,10 +68,15 @@ class _Schema(_Timed):
     table: str | None = None
 
 
-TOOLS: dict[str, type[_SqlArguments]] = {
-    "query": _Query, "script": _Statement, "explain": _Explain, "compare": _Compare, "tables": _Timed,
-    "schema": _Schema,
-}  # fmt: skip
+TOOLS: dict[str, BuiltInTool] = {
+    # `query` and `script` run any statement, so they may change the database.
+    "query": BuiltInTool(_Query, "Run one SQL statement; its rows, or how many it changed."),
+    "script": BuiltInTool(_Statement, "Run several SQL statements, all or nothing."),
+    "explain": BuiltInTool(_Explain, "Show a statement's query plan; nothing is run.", reads=True),
+    "compare": BuiltInTool(_Compare, "Whether two queries give the same rows here; nothing is changed.", reads=True),
+    "tables": BuiltInTool(_Timed, "List tables and views.", reads=True),
+    "schema": BuiltInTool(_Schema, "Show the definition of one table, or of everything.", reads=True),
+}
 ASKED = frozenset({"tables", "schema"})
 """Tools that take GET too."""
 
@@ -93,7 +98,7 @@ def parse(method: str, path: str, query: str, body: bytes, spec: EnvironmentSpec
         else json_object(body or b"{}", '{"sql": "SELECT 1"}', slug="arguments")
     )
     # A query string has only text, which is converted; in a body the types must be right.
-    arguments = checked_arguments(path, TOOLS[path], given, strict=method != "GET").model_dump()
+    arguments = checked_arguments(path, TOOLS[path].kind, given, strict=method != "GET").model_dump()
     arguments["database"] = _database(arguments["database"], spec)
     for member in ("sql", "gold"):
         if member in arguments:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from urllib.parse import unquote
 
 import orjson
@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from proxy.dialects import tvcache_video
-from proxy.dialects.arguments import ToolArguments, checked_arguments, tool_entry
+from proxy.dialects.arguments import BuiltInTool, ToolArguments, checked_arguments
 from proxy.dialects.base import Call, Dialect, Local, Meaning, Request, Response
 from proxy.refusals import Problem, RefusalError
 from proxy.tree.keys import call_key
@@ -92,42 +92,36 @@ class _SegmentQuestion(_Question):
     segment: int
 
 
-class VideoTool(NamedTuple):
-    """A tool: its arguments and its description for the model."""
-
-    kind: type[ToolArguments]
-    description: str
-
-
-TOOLS: dict[str, VideoTool] = {
-    "load_video": VideoTool(_Load, "Load a video by its name. What was loaded before is gone."),
-    "preprocess": VideoTool(
+TOOLS: dict[str, BuiltInTool] = {
+    "load_video": BuiltInTool(_Load, "Load a video by its name. What was loaded before is gone."),
+    "preprocess": BuiltInTool(
         _Nothing, "Prepare the loaded video: pictures, shots, sound, subtitles, descriptions of segments."
     ),
-    "video_info": VideoTool(
-        _Nothing, "Say what the loaded video is: length, size, tracks, number of segments and shots."
+    "video_info": BuiltInTool(
+        _Nothing, "Say what the loaded video is: length, size, tracks, number of segments and shots.", reads=True
     ),
-    "sample_frames": VideoTool(_Samples, "Show several pictures."),
-    "get_frame": VideoTool(_Frame, "Show the picture at a time."),
-    "contact_sheet": VideoTool(_Sheet, "Show n pictures of a span on one sheet, with their times."),
-    "detect_shots": VideoTool(_Shots, "List the shots: spans between two cuts."),
-    "get_subtitles": VideoTool(_Span, "List the subtitles that are seen in a span."),
-    "audio_profile": VideoTool(_Span, "Tell loudness, peak and tone of each segment in a span."),
-    "segment_localization": VideoTool(_Localization, "Find the k segments that fit a description best."),
-    "caption_retrieval": VideoTool(_Captions, "Tell what is seen in each of the segments start to end."),
-    "visual_question_answering": VideoTool(_SegmentQuestion, "Answer a question about what is seen around a segment."),
-    "object_memory_querying": VideoTool(
-        _Question, "Answer a question about the things that were seen in the whole video."
+    "sample_frames": BuiltInTool(_Samples, "Show several pictures.", reads=True),
+    "get_frame": BuiltInTool(_Frame, "Show the picture at a time.", reads=True),
+    "contact_sheet": BuiltInTool(_Sheet, "Show n pictures of a span on one sheet, with their times.", reads=True),
+    "detect_shots": BuiltInTool(_Shots, "List the shots: spans between two cuts.", reads=True),
+    "get_subtitles": BuiltInTool(_Span, "List the subtitles that are seen in a span.", reads=True),
+    "audio_profile": BuiltInTool(_Span, "Tell loudness, peak and tone of each segment in a span.", reads=True),
+    "segment_localization": BuiltInTool(_Localization, "Find the k segments that fit a description best.", reads=True),
+    "caption_retrieval": BuiltInTool(_Captions, "Tell what is seen in each of the segments start to end.", reads=True),
+    "visual_question_answering": BuiltInTool(
+        _SegmentQuestion, "Answer a question about what is seen around a segment.", reads=True
+    ),
+    "object_memory_querying": BuiltInTool(
+        _Question, "Answer a question about the things that were seen in the whole video.", reads=True
     ),
 }
-CHANGING = frozenset({"load_video", "preprocess"})
 SAMPLED = frozenset({"visual_question_answering", "object_memory_querying"})
 """Tools whose answers are sampled from a model. A task may want several answers to each call (`variants`)."""
 
 
 def listed() -> list[dict[str, Any]]:
     """Return the answer to `GET tools`, in MCP's form."""
-    return [tool_entry(name, tool.description, tool.kind, reads=name not in CHANGING) for name, tool in TOOLS.items()]
+    return [tool.listed(name) for name, tool in TOOLS.items()]
 
 
 def call_of(tool: str, given: Any, spec: EnvironmentSpec) -> ToolCall:
