@@ -24,6 +24,9 @@ _VERSION = 2
 _MODIFIED = re.compile(rb'"modified": "[^"]*"')
 """When a file was changed last, in the entries with which tools for files answer. A replay changes it later."""
 
+_PLAN_TIMES = re.compile(rb'(?:actual(?: startup| total)?|planning|execution) time\\?"?[=:] ?[\d.]+', re.IGNORECASE)
+"""The times that PostgreSQL's EXPLAIN ANALYZE prints, as text or as JSON."""
+
 
 class RulesError(ValueError):
     """No rules have this name, or the rules are malformed."""
@@ -133,6 +136,8 @@ def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
         return process.by_stream(body)
     if call.endpoint == "files" and call.tool != "read":
         return _MODIFIED.sub(b"", body)
+    if call.endpoint == "sql":
+        return _PLAN_TIMES.sub(b"", body)
     server = spec.servers.get(call.endpoint)
     unsteady = rules_of(server).unsteady if server is not None else ()
     if not unsteady:
