@@ -1,5 +1,6 @@
 """The rules that say what requests to a tool server mean: shipped in `rules/`, or written into a spec."""
 
+import re
 import tomllib
 from functools import cache
 from hashlib import blake2b
@@ -19,6 +20,12 @@ _SHIPPED = Path(__file__).parent / "rules"
 """The directory of the shipped rules, one TOML file a dialect."""
 _VERSION = 2
 """The version of how rules are read. It is part of the identity of each tree with servers: raising it drops them."""
+
+_MODIFIED = re.compile(rb'"modified": "[^"]*"')
+"""When a file was changed last, in the entries with which tools for files answer. A replay changes it later."""
+
+_PLAN_TIMES = re.compile(rb'(?:actual(?: startup| total)?|planning|execution) time\\?"?[=:] ?[\d.]+', re.IGNORECASE)
+"""The times that PostgreSQL's EXPLAIN ANALYZE prints, as text or as JSON."""
 
 
 class RulesError(ValueError):
@@ -127,6 +134,10 @@ def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
     """Return the part of a call's response body that a replay must reproduce."""
     if call.endpoint == "process":
         return process.by_stream(body)
+    if call.endpoint == "files" and call.tool != "read":
+        return _MODIFIED.sub(b"", body)
+    if call.endpoint == "sql":
+        return _PLAN_TIMES.sub(b"", body)
     server = spec.servers.get(call.endpoint)
     unsteady = rules_of(server).unsteady if server is not None else ()
     if not unsteady:

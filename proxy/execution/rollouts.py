@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 
 from proxy.execution.call_order import CallOrder
@@ -43,6 +43,7 @@ class Rollouts:
         # Numbers of running rollouts whose position is lost, and why, by task and name. They are no `Rollout`: nothing
         # could be executed or answered for them.
         self._lost: dict[tuple[str, str], tuple[int, str]] = {}
+        self.at_end: list[Callable[[Rollout], None]] = []  # Called with each rollout that has ended.
         # For each task in memory, the dictionary of its rollouts.
         self._of_tasks: dict[str, dict[str, Rollout]] = {}
 
@@ -81,6 +82,8 @@ class Rollouts:
         self._remove([rollout])
         # The task may have been removed from memory while the rollout's last call ran.
         self._of_tasks.get(rollout.task, {}).pop(rollout.name, None)
+        for forget in self.at_end:
+            forget(rollout)
         # A rollout that shares nothing leaves private state in its sandbox, which is closed and not lent on.
         if rollout.cached:
             await self._pool.release_owner(rollout.id)

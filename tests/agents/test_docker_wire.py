@@ -154,6 +154,16 @@ def test_containers_belong_to_their_url(proxy: Proxy, task: str) -> None:
     assert send_bytes(proxy, start_request(task, "b", exec_id, headers=UPGRADE)).startswith(b"HTTP/1.1 404 ")
 
 
+def test_container_goes_with_its_rollout(proxy: Proxy, task: str) -> None:
+    """A trainer ends rollouts by REST. Their containers stayed in memory, and each request looked through them."""
+    container_id, exec_id = create_exec(proxy, task, "a", "true")
+    assert proxy.client.delete(f"/api/v1/tasks/{task}/rollouts/a").status_code == 204
+    base = f"/t/{task}/r/a/docker"
+    assert proxy.client.get(f"{base}/containers/json?all=1").json() == []
+    for path in (f"/containers/{container_id}/json", f"/exec/{exec_id}/json"):
+        assert proxy.client.get(base + path).status_code == 404
+
+
 def test_ping_needs_no_task(proxy: Proxy) -> None:
     """A ping is answered for a task that does not exist, and does not create it."""
     answer = proxy.client.get("/t/unheard-of/r/x/docker/_ping")

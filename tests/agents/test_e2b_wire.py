@@ -7,6 +7,7 @@ from functools import partial
 import httpx
 
 from proxy.compat.e2b import connect_rpc as connect
+from proxy.compat.e2b.sandbox_registry import SandboxRegistry
 from tests.agents.e2b_requests import ENDED, START, Client, calls, joined
 from tests.agents.serving import Proxy
 from tests.machine import wait_until
@@ -336,3 +337,14 @@ def test_starts_behind_followed_processes_come_after_their_output(proxy: Proxy) 
         steps = [tool for tool, _ in calls(proxy, "behind", client.sandbox)]
     assert seen == [(b"heard\n", False)] * 2
     assert steps.index("attend") < len(steps) - 1
+
+
+def test_nothing_is_remembered_of_ended_sandboxes(proxy: Proxy) -> None:
+    """A trainer ends rollouts by REST, not by the SDK: each left a note behind."""
+    ends = [getattr(end, "__self__", None) for end in proxy.engine.tasks.rollouts.at_end]
+    [registry] = [owner for owner in ends if isinstance(owner, SandboxRegistry)]
+    sandbox = Client(proxy, "ends").sandbox
+    number = proxy.engine.tasks.rollouts.running["ends", sandbox].id
+    assert (number in registry._notes, number in registry._lifetimes._timers) == (True, True)
+    assert proxy.client.delete(f"/api/v1/tasks/ends/rollouts/{sandbox}").status_code == 204
+    assert (number in registry._notes, number in registry._lifetimes._timers) == (False, False)

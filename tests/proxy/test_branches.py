@@ -83,6 +83,18 @@ def test_every_node_can_be_left(proxy: Running, title: str) -> None:
     assert proxy.exec("first", "echo on", task=task).json()["stdout"] == "on\n"
 
 
+def test_files_can_be_made_beside_a_process(tmp_path: Path) -> None:
+    """The answer has the file's time, which is another one in a replay: E2B's rollouts were lost there without CRIU."""
+    require_sandboxes()
+    with proxied(tmp_path, checkpoints=False) as proxy:
+        for name in ("first", "second"):
+            assert proxy.exec(name, "sleep 1000 & echo up", task="made").status_code == 200
+            files = f"/t/made/r/{name}/e2b/filesystem.Filesystem"
+            proxy.client.post(f"{files}/MakeDir", json={"path": "/root/d"}).raise_for_status()
+        left = proxy.exec("second", "ls; echo > own", task="made")
+        assert (left.status_code, left.json().get("stdout")) == (200, "d\n")
+
+
 def test_older_processes_are_no_others(tmp_path: Path) -> None:
     """The first rollout thinks while its processes go on. Another one that comes later finds young ones."""
     require_criu()

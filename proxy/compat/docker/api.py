@@ -55,6 +55,7 @@ class DockerApi:
             self._registry, self._execs, self._calls, self._events, self._projects, max_stdin_bytes=max_stdin_bytes,
             closing=context.lifecycle.closing,
         )  # fmt: skip
+        context.tasks.rollouts.at_end.append(self._lifecycle.ended)
         # Names of containers and of rollouts that creations under way have taken: a creation awaits several times.
         self._reserved_names: set[tuple[str, str, str]] = set()
         self._reserved_rollouts: set[tuple[str, str]] = set()

@@ -104,6 +104,12 @@ class ContainerLifecycle:
         container.lost = why
         await self._exit(container, KILLED_EXIT_CODE)
 
+    def ended(self, rollout: Rollout) -> None:
+        """Forget the containers of a rollout, whatever has ended it."""
+        for container in self._registry.of_rollout(rollout):
+            self._registry.drop(container)
+            self._execs.forget(container)
+
     async def change(self, verb: str, request: DockerRequest, container: Container) -> Local | StreamedResponse:
         """Start, stop, restart, kill or wait for a container. Raises RefusalError (409) to kill an ended one."""
         if verb == "wait":

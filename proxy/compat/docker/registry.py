@@ -96,7 +96,7 @@ class ContainerRegistry:
         """Return a container's rollout. If another protocol finished it, remove the container and raise a 404."""
         rollout = await self._tasks.running(container.task, container.rollout)
         if rollout is None:
-            self._drop(container)
+            self.drop(container)
             raise RefusalError(404, "docker", f"No such container: {container.id}")
         return rollout
 
@@ -141,7 +141,7 @@ class ContainerRegistry:
         others = self.project(container.task, container.owner, container.project) if container.project else []
         others = [other for other in others if other is not container and other.rollout == container.rollout]
         if container.is_planned or others:
-            self._drop(container)
+            self.drop(container)
             for other in others[:1]:
                 self.save(other)
             return
@@ -150,9 +150,10 @@ class ContainerRegistry:
             rollout = await self._tasks.running(container.task, container.rollout)
             if rollout is not None:
                 await self._tasks.rollouts.finish_in_turn(rollout)
-        self._drop(container)
+        self.drop(container)
 
-    def _drop(self, container: Container) -> None:
+    def drop(self, container: Container) -> None:
+        """Forget a container, which may be forgotten already."""
         self._by_task[container.task].pop(container.id, None)
         container.change(ContainerChange.REMOVE)
         activity = self._activities.pop(container.id, ContainerActivity())

@@ -33,6 +33,7 @@ class SandboxRegistry:
         self._lifetimes = Lifetimes(self._end_if_over)
         context.lifecycle.before_close.append(self._lifetimes.aclose)
         context.lifecycle.at_drop.append(self.forget)
+        context.tasks.rollouts.at_end.append(self._ended)
         self._notes: dict[int, SandboxNote] = {}
         self._read_tasks: set[str] = set()
 
@@ -111,6 +112,9 @@ class SandboxRegistry:
         self._context.step.detach(rollout)
         await self._context.tasks.rollouts.finish_in_turn(rollout)
         self._processes.end(rollout, f"the sandbox {rollout.name!r} has ended: {reason}")
+
+    def _ended(self, rollout: Rollout) -> None:
+        """Forget the note and the timer of a rollout, whatever has ended it."""
         self._lifetimes.forget(rollout)
         self._notes.pop(rollout.id, None)
 

@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
 
+from proxy.dialects.rule_schema import steady
+from sandboxes.calls import ToolCall
+from sandboxes.spec import EnvironmentSpec
 from sandboxes.sqlite.driver import SqliteDriver
 from tests.proxy.serving import Running, serving
 
@@ -211,3 +215,19 @@ def test_invalid_specs_are_refused(proxy: Running, spec: dict[str, Any], detail:
     """The detail names the wrong member."""
     response = proxy.client.put("/api/v1/tasks/wrong", json=spec)
     assert (response.status_code, detail in response.json()["detail"]) == (422, True), response.text
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "Seq Scan on t  (cost=0.00..1.01 rows=1) (actual time=0.0{}..0.1{} rows=1 loops=1)",
+        "Planning Time: 0.{} ms", "Execution Time: {}.272 ms", '[{{"Plan": {{"Actual Total Time": 0.{}}}}}]',
+    ],
+)  # fmt: skip
+def test_a_replay_takes_other_times(plan: str) -> None:
+    """EXPLAIN ANALYZE prints how long its statement took. Rollouts behind one in a transaction were lost by that."""
+    call, spec = ToolCall("sql", "query", {}), EnvironmentSpec()
+    bodies = [orjson.dumps({"rows": [[plan.format(number, number)]]}) for number in (12, 345)]
+    assert steady(spec, call, bodies[0]) == steady(spec, call, bodies[1])
+    others = [orjson.dumps({"rows": [[f"{plan.format(1, 1)} rows={number}"]]}) for number in (1, 2)]
+    assert steady(spec, call, others[0]) != steady(spec, call, others[1])
