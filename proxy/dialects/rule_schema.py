@@ -136,7 +136,7 @@ def steady(spec: EnvironmentSpec, call: ToolCall, body: bytes) -> bytes:
         return process.by_stream(body)
     if call.endpoint == "files" and call.tool != "read":
         return _MODIFIED.sub(b"", body)
-    if call.endpoint == "sql":
+    if call.endpoint == "sql" and "explain" in str(call.arguments.get("sql")).lower():
         return _PLAN_TIMES.sub(b"", body)
     server = spec.servers.get(call.endpoint)
     unsteady = rules_of(server).unsteady if server is not None else ()

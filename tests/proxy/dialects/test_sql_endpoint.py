@@ -226,8 +226,10 @@ def test_invalid_specs_are_refused(proxy: Running, spec: dict[str, Any], detail:
 )  # fmt: skip
 def test_a_replay_takes_other_times(plan: str) -> None:
     """EXPLAIN ANALYZE prints how long its statement took. Rollouts behind one in a transaction were lost by that."""
-    call, spec = ToolCall("sql", "query", {}), EnvironmentSpec()
+    call, spec = ToolCall("sql", "query", {"sql": "EXPLAIN ANALYZE SELECT 1"}), EnvironmentSpec()
     bodies = [orjson.dumps({"rows": [[plan.format(number, number)]]}) for number in (12, 345)]
     assert steady(spec, call, bodies[0]) == steady(spec, call, bodies[1])
     others = [orjson.dumps({"rows": [[f"{plan.format(1, 1)} rows={number}"]]}) for number in (1, 2)]
     assert steady(spec, call, others[0]) != steady(spec, call, others[1])
+    rows = ToolCall("sql", "query", {"sql": "SELECT plan FROM plans"})
+    assert steady(spec, rows, bodies[0]) != steady(spec, rows, bodies[1])

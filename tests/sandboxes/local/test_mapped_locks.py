@@ -98,6 +98,7 @@ else:
     while not os.path.exists('go'): os.sched_yield()
 waiting.put('woken')
 for thread in threads: thread.join()
+while not os.path.exists('asked'): time.sleep(.01)
 open('said', 'w').write(repr(sorted(map(str, told))))
 os.rename('said', 'told.' + kind)
 """
@@ -118,7 +119,7 @@ def test_what_a_process_waits_for_goes_on(data_dir: Path, kind: str, go: str, to
     spec = SPEC.model_copy(update={"files": {"/root/blocked.py": BLOCKED}})
     stop = "kill -STOP %1;" if kind == "stopped" else ""
     begin = f"mkfifo fifo; python3 blocked.py {kind} > log 2>&1 & until [ -e ready.{kind} ]; do sleep .01; done; {stop}"
-    answer = f"{go}; until [ -e told.{kind} ]; do sleep .01; done; cat told.{kind} log"
+    answer = f"touch asked; {go}; until [ -e told.{kind} ]; do sleep .01; done; cat told.{kind} log"
 
     async def test(driver: LocalDriver) -> None:
         live = await driver.start(spec)
