@@ -53,12 +53,6 @@ def call_of(spec: EnvironmentSpec, endpoint: str, method: str, path: str, query:
     return meaning
 
 
-def command_call(spec: EnvironmentSpec, command: str, session: str, timeout_s: float | None) -> Call:
-    """Return the call that runs a shell command."""
-    fields = {"command": command, "session": session} | ({} if timeout_s is None else {"timeout_s": timeout_s})
-    return call_of(spec, "shell", "POST", "exec", {}, orjson.dumps(fields))
-
-
 def sql_call(spec: EnvironmentSpec, tool: str, **fields: object) -> ToolCall:
     """Return a call of the sql endpoint."""
     return call_of(spec, "sql", "POST", tool, {}, orjson.dumps(fields)).call

@@ -10,13 +10,14 @@ from pydantic import BaseModel, Field, model_validator
 
 from proxy.control.parts import ControlPlane
 from proxy.control.routes.params import ControlDep, NodePath, PositionDep, TaskDep, TaskName, api_router, position_of
-from proxy.control.scratch_forks import call_of, command_call
+from proxy.control.scratch_forks import call_of
 from proxy.control.state_diff import diff
 from proxy.control.views.answers import AnswerView, answer_view
 from proxy.control.views.diff import DiffView
 from proxy.control.views.nodes import ResourcesView
 from proxy.control.views.resources import NodeName, node_name
 from proxy.dialects.base import Call
+from proxy.dialects.shell import ExecArguments
 from proxy.http.problems import problem_of
 from proxy.refusals import RefusalError
 from sandboxes.driver import Sandbox, execute
@@ -34,20 +35,17 @@ _SIZE = {"ge": 1, "le": _MAX_SIZE}
 router = api_router("scratch forks")
 
 
-class Trial(BaseModel):
-    """A call to try: a shell command, or any request to an endpoint of the task.
+class Trial(ExecArguments):
+    """A call to try: a shell command with the options of `exec`, or any request to an endpoint of the task.
 
     Attributes:
         command: The shell command; null for a request.
-        timeout_s: Timeout of the command in seconds; null for the default.
         endpoint: The endpoint of the request; null for a command.
         path: Path of the request below the endpoint.
         body: Body of the request: JSON, or a string that is sent as it is.
     """
 
-    command: str | None = Field(default=None, min_length=1)
-    session: str = "main"
-    timeout_s: float | None = Field(default=None, gt=0, le=86_400)
+    command: str | None = Field(default=None, min_length=1)  # type: ignore[assignment]
     endpoint: str | None = Field(default=None, pattern=r"^[A-Za-z][A-Za-z0-9_-]{0,62}$")
     method: str = Field(default="POST", pattern=r"^[A-Z]{1,16}$")
     path: str = Field(default="", max_length=4096)
@@ -63,7 +61,8 @@ class Trial(BaseModel):
     def call(self, spec: EnvironmentSpec) -> Call:
         """Return the tool call. Raises RefusalError if the request is malformed, or is not a tool call."""
         if self.command is not None:
-            return command_call(spec, self.command, self.session, self.timeout_s)
+            body = self.model_dump_json(include=set(ExecArguments.model_fields)).encode()
+            return call_of(spec, "shell", "POST", "exec", {}, body)
         assert self.endpoint is not None
         body = b"" if self.body is None else self.body.encode() if isinstance(self.body, str) else _json(self.body)
         return call_of(spec, self.endpoint, self.method, self.path, self.query, body)

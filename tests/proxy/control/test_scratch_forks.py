@@ -96,6 +96,8 @@ def test_any_request_to_an_endpoint_can_be_tried(proxy: Running) -> None:
         ("NODE", {"endpoint": "shell", "path": "exec", "body": {"no": "command"}}, 422),
         ("NODE", {"endpoint": "shell", "path": "files/ä\n"}, 422),
         ("NODE", {"command": "a\0b"}, 422),
+        ("NODE", {"command": "true", "service": "none"}, 422),
+        ("NODE", {"command": "true", "seconds": 5}, 422),
     ],
 )
 def test_invalid_trials_are_refused(proxy: Running, node: str, trial: dict[str, Any], status: int) -> None:
