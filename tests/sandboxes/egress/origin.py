@@ -26,8 +26,10 @@ class Origin:
     def __init__(self, answer: Callable[[int], bytes], *, hangs: bool = False) -> None:
         self.received: list[bytes] = []
         self.answer, self._hangs, self.port = answer, hangs, 0
+        self._served: set[asyncio.StreamWriter] = set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._served.add(writer)
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             self.received.append(head)
@@ -39,6 +41,7 @@ class Origin:
             pass
         finally:
             writer.close()
+            self._served.discard(writer)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Origin"]:
@@ -48,6 +51,13 @@ class Origin:
             yield self
         finally:
             server.close()
+            # A connection that was accepted in this turn of the loop is served in one of the next.
+            for _ in range(4):
+                await asyncio.sleep(0)
+            served = list(self._served)
+            for writer in served:
+                writer.close()
+            await asyncio.gather(*(writer.wait_closed() for writer in served), return_exceptions=True)
 
     def dialer(self, *answers: list[str]) -> Dialer:
         """Resolve any name to ADDRESS, or to each of the answers in turn; connect to the origin and nowhere else."""
